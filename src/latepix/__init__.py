@@ -1,0 +1,1 @@
+"""latepix trains vision-language models with reinforcement learning, straight from inline image rollouts."""

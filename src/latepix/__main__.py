@@ -1,0 +1,7 @@
+"""`python -m latepix` is the `latepix` command."""
+
+import sys
+
+from latepix.cli import main
+
+sys.exit(main())

@@ -1,0 +1,168 @@
+"""The `latepix` command. Each command imports what it needs when it is called, so that `--help` is quick."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from latepix.config.loader import load_config
+from latepix.config.schema import RunConfig, SftConfig
+from latepix.errors import LatepixError
+from latepix.processes import die_with_parent
+from latepix.report.console import print_error
+
+ConfigT = TypeVar("ConfigT", RunConfig, SftConfig)
+
+_USAGE = """\
+usage: latepix COMMAND [@ config.toml] [--section.key value ...]
+
+  rl           the whole loop: starts inference, orchestrator and trainer
+  sft          supervised warm start on an environment's demonstrations
+  eval         greedy reward on a held-out split; prints and writes JSON
+  serve        the inference server alone
+  orchestrate  the orchestrator alone
+  train        the trainer alone
+  report       RUN_DIR: one self-contained HTML page
+  tiny         --family qwen3_vl OUT: a tiny random model of the real class, no download
+
+latepix COMMAND --help lists a command's settings.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; returns the exit status. A user's mistake is one message, never a traceback."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    # Models come from folders; nothing here may reach for a hub.
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    if not args or args[0] in ("-h", "--help"):
+        print(_USAGE, end="")
+        return 0 if args else 2
+    command, rest = args[0], args[1:]
+    if command not in _COMMANDS:
+        print_error(f"unknown command {command!r}\n{_USAGE}")
+        return 2
+    die_with_parent()
+    try:
+        return _COMMANDS[command](rest)
+    except LatepixError as error:
+        print_error(error)
+        return 1
+    except KeyboardInterrupt:
+        print_error("interrupted; every process was stopped")
+        return 130
+
+
+def _configured(cls: type[ConfigT], args: list[str], name: str, run: Callable[[ConfigT], object]) -> int:
+    config = load_config(cls, args, prog=f"latepix {name}")
+    if config.dry_run:
+        print(config.model_dump_json(indent=2))
+    else:
+        run(config)
+    return 0
+
+
+def _rl(args: list[str]) -> int:
+    def run(config: RunConfig) -> None:
+        from latepix.launcher import run_rl
+
+        run_rl(config)
+
+    return _configured(RunConfig, args, "rl", run)
+
+
+def _sft(args: list[str]) -> int:
+    def run(config: SftConfig) -> None:
+        _quiet_transformers()
+        from latepix.sft import run_sft
+
+        run_sft(config)
+
+    return _configured(SftConfig, args, "sft", run)
+
+
+def _eval(args: list[str]) -> int:
+    def run(config: RunConfig) -> None:
+        from latepix.launcher import run_eval
+
+        run_eval(config)
+
+    return _configured(RunConfig, args, "eval", run)
+
+
+def _serve(args: list[str]) -> int:
+    def run(config: RunConfig) -> None:
+        _quiet_transformers()
+        from latepix.serve import run_server
+
+        run_server(config)
+
+    return _configured(RunConfig, args, "serve", run)
+
+
+def _orchestrate(args: list[str]) -> int:
+    def run(config: RunConfig) -> None:
+        from latepix.orchestrator.loop import run_orchestrator
+
+        run_orchestrator(config)
+
+    return _configured(RunConfig, args, "orchestrate", run)
+
+
+def _train(args: list[str]) -> int:
+    def run(config: RunConfig) -> None:
+        _quiet_transformers()
+        from latepix.trainer.loop import run_trainer
+
+        run_trainer(config)
+
+    return _configured(RunConfig, args, "train", run)
+
+
+def _report(args: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="latepix report", description="Write report.html into a run folder.")
+    parser.add_argument("run_dir", type=Path)
+    from latepix.report.html import write_report
+
+    print(write_report(parser.parse_args(args).run_dir))
+    return 0
+
+
+def _tiny(args: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="latepix tiny", description="Write a tiny random model of the real class, with tokenizer and processor."
+    )
+    parser.add_argument("--family", required=True, help="model_type of the family, for example qwen3_vl")
+    parser.add_argument("--seed", type=int, default=0, help="of the random weights")
+    parser.add_argument("out", type=Path)
+    parsed = parser.parse_args(args)
+    _quiet_transformers()
+    from latepix.families.tiny import make_tiny
+
+    print(make_tiny(parsed.family, parsed.out, seed=parsed.seed))
+    return 0
+
+
+def _quiet_transformers() -> None:
+    """Keep progress bars of half a second out of the logs."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+
+
+_COMMANDS: dict[str, Callable[[list[str]], int]] = {
+    "rl": _rl,
+    "sft": _sft,
+    "eval": _eval,
+    "serve": _serve,
+    "orchestrate": _orchestrate,
+    "train": _train,
+    "report": _report,
+    "tiny": _tiny,
+}

@@ -1,0 +1,228 @@
+"""The settings of a run, declared where they are checked.
+
+Every field has a reader; a field's range is in its type, its unit in its name or docstring. Unknown keys are errors.
+`RunConfig` serves `rl`, `eval`, `serve`, `orchestrate` and `train`; `SftConfig` serves `sft`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import ConfigDict, Field, model_validator
+from pydantic_config import BaseConfig
+
+Positive = Annotated[int, Field(gt=0)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+
+
+class Section(BaseConfig):
+    """A frozen group of settings that refuses unknown keys."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+
+
+class ModelConfig(Section):
+    """The policy."""
+
+    path: Path
+    """Hugging Face model folder with tokenizer and image processor."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the trainer and of the local engine."""
+
+
+class EnvironmentConfig(Section):
+    """What the policy acts in."""
+
+    type: str = "digits"
+    """`digits`, `digit-sum`, or `module:Class` for an environment of your own."""
+    picture_px: Annotated[int, Field(ge=8, le=4096)] = 32
+    """Side of the square pictures of the built-in environments, pixels."""
+    blank_pictures: bool = False
+    """Replace every picture by a grey one: a policy that still scores was not looking."""
+    demonstration_noise: Fraction = 0.0
+    """Share of demonstrations (SFT) whose answer is drawn at random, so that the warm start keeps exploring."""
+    num_demonstrations: Annotated[int, Field(ge=0)] = 0
+    """Labelled pictures that SFT may use; 0 means all training tasks."""
+
+
+class ImagesConfig(Section):
+    """The door every picture comes through."""
+
+    fit: bool = True
+    """Resize once, at ingress, to a size that the family's processor leaves alone."""
+    max_bytes: Positive = 20_000_000
+    """Of an encoded picture."""
+    max_pixels: Positive = 50_000_000
+    """Width x height of a source picture."""
+    max_aspect_ratio: Annotated[float, Field(ge=1)] = 200.0
+    """Longer side over shorter side."""
+    max_per_prompt: Positive = 64
+    """Pictures in one conversation."""
+
+
+class SamplingConfig(Section):
+    """How the policy's tokens are drawn during training."""
+
+    temperature: Annotated[float, Field(gt=0, le=10)] = 1.0
+    """Logits are divided by it, in the server and in the trainer."""
+    max_tokens: Positive = 16
+    """New tokens per turn."""
+
+
+class InferenceConfig(Section):
+    """The server that samples."""
+
+    engine: Literal["local"] = "local"
+    """`local`: the built-in engine on this machine."""
+    host: str = "127.0.0.1"
+    """Address to bind and to connect to."""
+    port: Annotated[int, Field(ge=0, le=65535)] = 0
+    """0 takes a free port."""
+    startup_timeout_s: Annotated[float, Field(gt=0)] = 300.0
+    """How long the server may take to answer /health."""
+    request_timeout_s: Annotated[float, Field(gt=0)] = 300.0
+    """How long one request may take."""
+    max_model_len: Positive = 4096
+    """Prompt and answer together, in tokens."""
+    max_batch_size: Positive = 256
+    """Sequences the local engine decodes together."""
+    batch_window_ms: Annotated[float, Field(ge=0, le=1000)] = 3.0
+    """How long the local engine waits for company after a first request."""
+
+
+class OrchestratorConfig(Section):
+    """How rollouts are played and turned into batches."""
+
+    prompts_per_step: Positive = 32
+    """Groups in one optimizer step."""
+    group_size: Annotated[int, Field(ge=2)] = 8
+    """Rollouts of one prompt."""
+    max_off_policy_steps: Annotated[int, Field(ge=0, le=64)] = 0
+    """How many steps old the sampling weights may be; 0 is strictly on-policy, 1 overlaps sampling and training."""
+    max_in_flight: Positive = 512
+    """Rollouts played at the same time."""
+    scale_advantages_by_std: bool = True
+    """GRPO divides by the group's standard deviation; off is Dr. GRPO."""
+    drop_zero_spread_groups: bool = False
+    """Leave out groups whose rewards are all equal: they carry no policy gradient."""
+    max_failed_frac: Fraction = 0.2
+    """A step in which a larger share of rollouts fails stops the run."""
+    seq_len: Positive = 4096
+    """Longest sample in tokens; longer ones are left out and counted."""
+    micro_batch_tokens: Positive = 16384
+    """Tokens in one forward-backward."""
+
+
+class OptimConfig(Section):
+    """AdamW with linear warm-up and linear decay."""
+
+    lr: Annotated[float, Field(gt=0)] = 1e-5
+    """Peak learning rate."""
+    betas: tuple[Fraction, Fraction] = (0.9, 0.99)
+    """Decay of the first and the second moment."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """Decoupled, per step and unit of learning rate."""
+    max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
+    """Gradients are scaled down to this norm."""
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    """Steps over which the learning rate rises from 0 to its peak."""
+    final_lr_frac: Fraction = 1.0
+    """Learning rate of the last step over its peak; 1 keeps it constant."""
+
+
+class LossConfig(Section):
+    """Importance-ratio policy gradient with a trust region on probability differences."""
+
+    max_prob_increase: Annotated[float, Field(gt=0, le=1)] = 0.2
+    """A token with positive advantage stops pulling once its probability rose by more than this."""
+    max_prob_decrease: Annotated[float, Field(gt=0, le=1)] = 0.2
+    """A token with negative advantage stops pushing once its probability fell by more than this."""
+    log_ratio_penalty: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the squared log-ratio, over all trained tokens."""
+    entropy_bonus: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the mean entropy, in nats."""
+
+
+class TrainerConfig(Section):
+    """The optimizer step."""
+
+    optim: OptimConfig = OptimConfig()
+    loss: LossConfig = LossConfig()
+    layout: Literal["auto", "packed", "padded"] = "auto"
+    """Samples as one row, as padded rows, or whichever is cheaper and allowed by the family's policy."""
+    logprob_chunk_tokens: Positive = 2048
+    """Trained tokens whose logits are alive at the same time."""
+    image_cache_bytes: Annotated[int, Field(ge=0)] = 256_000_000
+    """Processed pictures kept between micro batches."""
+    num_threads: Positive = 1
+    """OpenMP threads of the trainer and of the local engine, each."""
+    wait_timeout_s: Annotated[float, Field(gt=0)] = 1800.0
+    """How long a process waits for another one's batch or weights."""
+
+
+class EvalConfig(Section):
+    """Greedy reward on tasks that are never trained."""
+
+    every_steps: Annotated[int, Field(ge=0)] = 20
+    """0: only before the first and after the last step."""
+    split: Literal["validation", "test"] = "validation"
+    """Measured along the way; tuning may look at it."""
+    final_split: Literal["validation", "test"] = "test"
+    """Measured only before the first and after the last step."""
+    num_tasks: Annotated[int, Field(ge=0)] = 0
+    """0: all tasks of the split."""
+
+
+class _Command(Section):
+    output_dir: Path
+    """Run folder; made if it does not exist."""
+    model: ModelConfig
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    """Of task order, sampling and initialization."""
+    environment: EnvironmentConfig = EnvironmentConfig()
+    images: ImagesConfig = ImagesConfig()
+    dry_run: bool = False
+    """Check the config and stop."""
+
+
+class RunConfig(_Command):
+    """The whole loop: `latepix rl`, and each of its parts."""
+
+    steps: Positive = 100
+    """Optimizer steps."""
+    sampling: SamplingConfig = SamplingConfig()
+    inference: InferenceConfig = InferenceConfig()
+    orchestrator: OrchestratorConfig = OrchestratorConfig()
+    trainer: TrainerConfig = TrainerConfig()
+    eval: EvalConfig = EvalConfig()
+
+    @model_validator(mode="after")
+    def _check_lengths(self) -> RunConfig:
+        if self.orchestrator.micro_batch_tokens < self.orchestrator.seq_len:
+            raise ValueError(
+                f"orchestrator.micro_batch_tokens ({self.orchestrator.micro_batch_tokens}) must be at least "
+                f"orchestrator.seq_len ({self.orchestrator.seq_len}), or the longest samples fit nowhere"
+            )
+        if self.sampling.max_tokens >= self.inference.max_model_len:
+            raise ValueError(
+                f"sampling.max_tokens ({self.sampling.max_tokens}) must be below inference.max_model_len "
+                f"({self.inference.max_model_len})"
+            )
+        if self.trainer.optim.warmup_steps > self.steps:
+            raise ValueError(
+                f"trainer.optim.warmup_steps ({self.trainer.optim.warmup_steps}) must not exceed steps ({self.steps})"
+            )
+        return self
+
+
+class SftConfig(_Command):
+    """Supervised warm start: `latepix sft`. Writes a Hugging Face folder to `output_dir`/model."""
+
+    steps: Positive = 30
+    """Optimizer steps."""
+    batch_size: Positive = 32
+    """Samples in one step."""
+    trainer: TrainerConfig = TrainerConfig()
+    micro_batch_tokens: Positive = 16384
+    """Tokens in one forward-backward."""

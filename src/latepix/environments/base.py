@@ -1,0 +1,129 @@
+"""The environment protocol: tasks, one rollout against a policy, a reward.
+
+A single-turn environment gives tasks and scores the answer. One with several turns overrides `rollout` and calls
+`policy.respond` as often as it likes; the conversation, its tokens and its pictures are recorded outside.
+"""
+
+from __future__ import annotations
+
+import importlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, Protocol, TypeAlias
+
+import msgspec
+import numpy as np
+
+from latepix.config.schema import EnvironmentConfig
+from latepix.errors import ConfigError
+from latepix.trace.ingress import ImageSource, InlineImage
+from latepix.trace.messages import Message
+
+Split: TypeAlias = Literal["train", "validation", "test"]
+#: Turns whatever picture an environment has into the canonical form (`ingest_image` with the run's settings).
+Ingest: TypeAlias = Callable[[ImageSource], InlineImage]
+
+
+class Task(msgspec.Struct, frozen=True):
+    """One thing to do.
+
+    Attributes:
+        id: stable name, unique in its split.
+        messages: the opening of the conversation.
+        answer: what is expected, as text.
+    """
+
+    id: str
+    messages: tuple[Message, ...]
+    answer: str
+
+
+class Score(msgspec.Struct, frozen=True):
+    """What a rollout earned: the scalar that is trained on, and its named parts for people."""
+
+    reward: float
+    parts: dict[str, float] = {}
+
+
+class Policy(Protocol):
+    """The player, as an environment sees it."""
+
+    async def respond(self, messages: Sequence[Message]) -> Message:
+        """Add messages to the conversation and return the assistant's answer."""
+        ...
+
+
+class Environment(ABC):
+    """A source of tasks and rewards.
+
+    Args:
+        config: settings of the environment section.
+        ingest: the door for pictures.
+    """
+
+    name = "environment"
+
+    def __init__(self, config: EnvironmentConfig, ingest: Ingest) -> None:
+        self.config = config
+        self.ingest = ingest
+
+    @abstractmethod
+    def num_tasks(self, split: Split) -> int:
+        """Return how many tasks a split has."""
+
+    @abstractmethod
+    def task(self, split: Split, index: int) -> Task:
+        """Return one task; the same index always gives the same task."""
+
+    @abstractmethod
+    def score(self, task: Task, answer: Message) -> Score:
+        """Judge the last answer of a rollout."""
+
+    async def rollout(self, task: Task, policy: Policy) -> Score:
+        """Play a task and return what it earned; one turn unless overridden."""
+        return self.score(task, await policy.respond(task.messages))
+
+    def demonstration(self, task: Task, rng: np.random.Generator) -> str:
+        """Return an answer to imitate (SFT)."""
+        return task.answer
+
+    def demonstration_indices(self) -> list[int]:
+        """Return the training tasks that SFT may use, `num_demonstrations` of them or all."""
+        limit = self.config.num_demonstrations or self.num_tasks("train")
+        return list(range(min(limit, self.num_tasks("train"))))
+
+
+def exact_match(task: Task, answer: Message) -> Score:
+    """Reward 1 if the answer's text, without surrounding space, is exactly the expected one."""
+    return Score(reward=float(answer.text.strip() == task.answer))
+
+
+def load_environment(config: EnvironmentConfig, ingest: Ingest) -> Environment:
+    """Build the environment that the config names.
+
+    Raises:
+        ConfigError: it is unknown, or `module:Class` cannot be imported.
+    """
+    if ":" not in config.type:
+        if config.type not in _BUILT_IN:
+            raise ConfigError(
+                f"environment.type: {config.type!r} is unknown. Known: {', '.join(sorted(_BUILT_IN))}, or `module:Class` "
+                "for one of your own."
+            )
+        path = _BUILT_IN[config.type]
+    else:
+        path = config.type
+    module_name, _, class_name = path.partition(":")
+    try:
+        cls: Any = getattr(importlib.import_module(module_name), class_name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"environment.type: cannot import {path}: {error}.") from error
+    if not (isinstance(cls, type) and issubclass(cls, Environment)):
+        raise ConfigError(f"environment.type: {path} is not a subclass of latepix.environments.base.Environment.")
+    return cls(config, ingest)
+
+
+_BUILT_IN = {
+    "digits": "latepix.environments.digits:Digits",
+    "digit-sum": "latepix.environments.digits:DigitSum",
+}

@@ -1,0 +1,124 @@
+"""The facts of a model folder that matter outside the model: special ids, picture grid, lengths. Needs no torch.
+
+Read by the orchestrator (what may be sampled, how large a picture becomes), the local engine and the trainer (the
+same ban list on both sides of the importance ratio).
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from latepix.errors import ConfigError
+from latepix.trace.ingress import GridFit, InlineImage
+
+
+class ModelInfo(msgspec.Struct, frozen=True):
+    """What a model folder says about itself.
+
+    Attributes:
+        path: the folder.
+        model_type: Hugging Face's name of the family.
+        vocab_size: rows of the output layer.
+        max_position_embeddings: longest sequence, tokens.
+        image_placeholder_id: the id that a picture's tokens carry.
+        placeholder_ids: ids that stand for any medium.
+        banned_ids: ids that are never sampled: media placeholders, every other special that does not end a turn, and
+            ids behind the tokenizer's last token.
+        stop_ids: ids that end a turn.
+        grid: the picture sizes the processor leaves alone.
+        merge_size: patches that become one token, per side.
+    """
+
+    path: Path
+    model_type: str
+    vocab_size: int
+    max_position_embeddings: int
+    image_placeholder_id: int
+    placeholder_ids: tuple[int, ...]
+    banned_ids: tuple[int, ...]
+    stop_ids: tuple[int, ...]
+    grid: GridFit
+    merge_size: int
+
+    def num_image_tokens(self, image: InlineImage) -> int:
+        """Return how many placeholder tokens the picture takes."""
+        width, height = self.grid.size(image.width, image.height)
+        return (width // self.grid.factor) * (height // self.grid.factor)
+
+
+def read_model_info(path: Path) -> ModelInfo:
+    """Read the facts of a model folder.
+
+    Raises:
+        ConfigError: the folder or a file is missing or not what it should be.
+    """
+    from latepix.families.registry import family_of
+
+    config = _read_json(path, "config.json")
+    model_type = str(config.get("model_type"))
+    family = family_of(model_type, where=path / "config.json")
+    text = config.get("text_config", config)
+    tokenizer = _read_json(path, "tokenizer.json")
+    added = tokenizer.get("added_tokens", [])
+    ids = {entry["content"]: int(entry["id"]) for entry in added}
+    missing = [token for token in (*family.stop_tokens, *family.media_tokens) if token not in ids]
+    if missing:
+        raise ConfigError(f"{path / 'tokenizer.json'} lacks the special tokens {missing} of family {model_type}.")
+    stop_ids = tuple(ids[token] for token in family.stop_tokens)
+    vocab_size = int(text["vocab_size"])
+    num_tokens = 1 + max([*tokenizer["model"]["vocab"].values(), *ids.values()])
+    specials = {int(entry["id"]) for entry in added if entry.get("special")} - set(stop_ids)
+    placeholder_ids = tuple(ids[token] for token in family.media_tokens)
+    grid, merge_size = _read_grid(path)
+    return ModelInfo(
+        path=path,
+        model_type=model_type,
+        vocab_size=vocab_size,
+        max_position_embeddings=int(text.get("max_position_embeddings", 1 << 30)),
+        image_placeholder_id=placeholder_ids[0],
+        placeholder_ids=placeholder_ids,
+        banned_ids=tuple(sorted(specials | set(placeholder_ids) | set(range(num_tokens, vocab_size)))),
+        stop_ids=stop_ids,
+        grid=grid,
+        merge_size=merge_size,
+    )
+
+
+def _read_grid(path: Path) -> tuple[GridFit, int]:
+    if (path / "preprocessor_config.json").exists():
+        settings = _read_json(path, "preprocessor_config.json")
+    else:
+        settings = _read_json(path, "processor_config.json").get("image_processor", {})
+    size = settings.get("size") or {}
+    low = size.get("shortest_edge", settings.get("min_pixels"))
+    high = size.get("longest_edge", settings.get("max_pixels"))
+    try:
+        merge_size = int(settings["merge_size"])
+        factor = int(settings["patch_size"]) * merge_size
+        return GridFit(factor=factor, min_pixels=int(low), max_pixels=int(high)), merge_size
+    except (KeyError, TypeError) as error:
+        raise ConfigError(
+            f"{path}: the image processor's settings lack patch_size, merge_size or the pixel limits "
+            "(size.shortest_edge, size.longest_edge)."
+        ) from error
+
+
+def _read_json(path: Path, name: str) -> dict[str, Any]:
+    if not path.is_dir():
+        raise ConfigError(
+            f"Model folder {path} does not exist (model.path). Download a model, or make a tiny one with "
+            f"`latepix tiny --family qwen3_vl {path}`."
+        )
+    try:
+        return json.loads((path / name).read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ConfigError(
+            f"Model folder {path} has no {name}; it must be a complete Hugging Face folder with tokenizer and image "
+            "processor."
+        ) from error
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{path / name} is not JSON: {error}.") from error

@@ -1,0 +1,143 @@
+"""`POST /inference/v1/generate` and the weight-update routes: the JSON both servers speak.
+
+The names are vLLM's (0.30 and newer). The client decodes leniently (servers add fields), the local server strictly
+where a wrong value would change what is sampled.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+#: Prefix of the weight version label; the number is the policy version.
+VERSION_PREFIX = "step-"
+
+
+class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
+    """How a request's tokens are drawn.
+
+    Attributes:
+        temperature: logits are divided by it; 0 takes the most likely token.
+        max_tokens: new tokens; None means up to the model's length.
+        n: answers to one prompt; answer i uses `seed + i`.
+        seed: makes the request's draws repeatable.
+        stop_token_ids: ids that end an answer; the id is part of it.
+        logit_bias: token id (as text) -> bias; the local engine takes bans only (-100 or lower).
+        logprobs: must be 0 or None: the sampled token's logprob is always returned.
+        top_p, top_k: must stay at "off": the trainer computes the untruncated distribution.
+        detokenize: ignored; there is no text in the answer.
+    """
+
+    temperature: float = 1.0
+    max_tokens: int | None = None
+    n: int = 1
+    seed: int | None = None
+    stop_token_ids: list[int] = []
+    logit_bias: dict[str, float] = {}
+    logprobs: int | None = None
+    top_p: float = 1.0
+    top_k: int = 0
+    detokenize: bool = True
+
+
+class GenerateRequest(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A logical prompt: one placeholder per picture, pictures in prompt order.
+
+    Attributes:
+        token_ids: unexpanded prompt.
+        content_parts: `{"type": "image_url", "image_url": {"url": "data:..."}}`, one per placeholder.
+        sampling_params: how to draw.
+        return_token_ids: ask for the expanded prompt and the ranges.
+        cache_salt: separates prefix caches of different weights.
+        model, priority, kv_transfer_params, request_id: passed through; the local server ignores them.
+    """
+
+    token_ids: list[int]
+    sampling_params: SamplingParams
+    content_parts: list[dict[str, Any]] = []
+    return_token_ids: bool = True
+    model: str | None = None
+    cache_salt: str | None = None
+    priority: int = 0
+    kv_transfer_params: dict[str, Any] | None = None
+    request_id: str | None = None
+
+
+class TokenLogprob(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Logprob of one sampled token. vLLM 0.32 writes `token_id`, earlier ones `token: "token_id:N"`."""
+
+    logprob: float
+    token_id: int | None = None
+    token: str | None = None
+
+    @property
+    def id(self) -> int | None:
+        """The token id in either spelling; None if there is neither."""
+        if self.token_id is not None:
+            return self.token_id
+        prefix, _, number = (self.token or "").partition(":")
+        return int(number) if prefix == "token_id" and number.isdigit() else None
+
+
+class Logprobs(msgspec.Struct, frozen=True):
+    """One entry per sampled token."""
+
+    content: list[TokenLogprob] | None = None
+
+
+class WeightVersionSpan(msgspec.Struct, frozen=True):
+    """Tokens [start, end) of an answer were sampled by weights `version`."""
+
+    version: str
+    start: int
+    end: int
+
+
+class Choice(msgspec.Struct, frozen=True):
+    """One answer."""
+
+    index: int
+    token_ids: list[int]
+    logprobs: Logprobs | None = None
+    finish_reason: str | None = "stop"
+    stop_reason: int | str | None = None
+    weight_versions: list[WeightVersionSpan] | None = None
+
+
+class Placed(msgspec.Struct, frozen=True):
+    """A placeholder range of the expanded prompt."""
+
+    offset: int
+    length: int
+
+
+class Usage(msgspec.Struct, frozen=True):
+    """Token counts of a request."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    total_tokens: int = 0
+
+
+class GenerateResponse(msgspec.Struct, frozen=True):
+    """The server's answer; the expanded prompt and its ranges are the only authority on pictures."""
+
+    request_id: str
+    choices: list[Choice]
+    model: str | None = None
+    created: int | None = None
+    usage: Usage | None = None
+    prompt_token_ids: list[int] | None = None
+    mm_placeholders: dict[str, list[Placed]] | None = None
+
+
+def version_label(policy_version: int) -> str:
+    """Return the label of a policy version, `step-3`."""
+    return f"{VERSION_PREFIX}{policy_version}"
+
+
+def policy_version_of(label: str) -> int | None:
+    """Return the policy version of a label, None if it is not one of ours."""
+    number = label.removeprefix(VERSION_PREFIX)
+    return int(number) if label.startswith(VERSION_PREFIX) and number.isdigit() else None

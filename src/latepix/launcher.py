@@ -1,0 +1,166 @@
+"""`latepix rl` and `latepix eval`: start the processes of a run, watch them, show progress, stop everything."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from latepix.config.loader import write_config
+from latepix.config.schema import RunConfig
+from latepix.environments.base import load_environment
+from latepix.families.model_info import read_model_info
+from latepix.inference.client import InferenceClient, wait_until_healthy
+from latepix.inference.render import MessageRenderer
+from latepix.metrics import read_metrics
+from latepix.orchestrator.loop import mean_reward, play_split
+from latepix.processes import Child, free_port
+from latepix.report.console import RunConsole, print_summary
+from latepix.report.html import write_report
+from latepix.runs import new_run_folder, picture_door, write_summary
+from latepix.trace.store import TraceWriter
+from latepix.transport.files import write_bytes
+
+#: How often the launcher looks at its children and at the metrics, seconds.
+_LOOK_S = 0.2
+
+
+def run_rl(config: RunConfig) -> dict[str, Any]:
+    """Run the whole loop.
+
+    Returns:
+        What `summary.json` holds.
+    Raises:
+        ConfigError: before anything is started.
+        ProcessFailed: a process died; carries its own error and its log.
+    """
+    started = time.monotonic()
+    config = _with_port(config)
+    check_inputs(config)
+    new_run_folder(config.output_dir)
+    path = write_config(config, config.output_dir)
+    title = f"latepix rl  {config.output_dir}  ({config.environment.type}, {config.model.path})"
+    with _children() as children, RunConsole(title, config.steps) as console:
+        logs = config.output_dir / "logs"
+        threads = config.trainer.num_threads
+        inference = Child("inference", ["serve", "@", str(path)], logs, num_threads=threads)
+        children.append(inference)
+        trainer = Child("trainer", ["train", "@", str(path)], logs, num_threads=threads)
+        children.append(trainer)
+        orchestrator = Child("orchestrator", ["orchestrate", "@", str(path)], logs)
+        children.append(orchestrator)
+        console.status("loading the model")
+        while orchestrator.exit_code is None or trainer.exit_code is None:
+            for child in children:
+                child.check()
+            if inference.exit_code == 0:
+                raise_early_end(inference)
+            rows = read_metrics(config.output_dir / "metrics.jsonl")
+            if rows:
+                console.status(_what_now(rows, config))
+                console.update(rows)
+            time.sleep(_LOOK_S)
+        for child in (orchestrator, trainer):
+            child.check()
+        console.update(read_metrics(config.output_dir / "metrics.jsonl"))
+    summary = write_summary(config, wall_s=time.monotonic() - started)
+    report = write_report(config.output_dir)
+    print_summary(summary)
+    print(f"report: {report}")
+    return summary
+
+
+def raise_early_end(child: Child) -> None:
+    """Report a server that ended although nobody stopped it."""
+    from latepix.errors import ProcessFailed
+
+    raise ProcessFailed(f"The {child.name} process ended before the run did. Its log: {child.log_path}")
+
+
+def run_eval(config: RunConfig) -> dict[str, Any]:
+    """Measure the greedy reward of a model on `eval.split`, and write `eval.json` and the traces.
+
+    Returns:
+        What `eval.json` holds.
+    """
+    config = _with_port(config)
+    check_inputs(config)
+    config.output_dir.mkdir(parents=True, exist_ok=True)
+    path = write_config(config, config.output_dir)
+    with _children() as children:
+        inference = Child("inference", ["serve", "@", str(path)], config.output_dir / "logs")
+        children.append(inference)
+        base_url = f"http://{config.inference.host}:{config.inference.port}"
+        wait_until_healthy(base_url, timeout_s=config.inference.startup_timeout_s, check=inference.check)
+        result = asyncio.run(_evaluate(config, base_url))
+    write_bytes(config.output_dir / "eval.json", (json.dumps(result, indent=2) + "\n").encode())
+    print(json.dumps(result))
+    return result
+
+
+async def _evaluate(config: RunConfig, base_url: str) -> dict[str, Any]:
+    info = read_model_info(config.model.path)
+    environment = load_environment(config.environment, picture_door(config.images, info))
+    client = InferenceClient(
+        base_url, stop_ids=info.stop_ids, banned_ids=info.banned_ids, timeout_s=config.inference.request_timeout_s
+    )
+    try:
+        traces = await play_split(
+            environment, client, MessageRenderer(info), config, split=config.eval.split, policy_version=0
+        )
+    finally:
+        await client.close()
+    TraceWriter(config.output_dir).write("eval_000000", traces)
+    return {
+        "environment": environment.name,
+        "split": config.eval.split,
+        "model": str(config.model.path),
+        "reward": mean_reward(traces),
+        "num_tasks": len(traces),
+        "num_failed": sum(trace.failure is not None for trace in traces),
+    }
+
+
+def check_inputs(config: RunConfig) -> None:
+    """Find mistakes before any process is started: model folder, family, environment.
+
+    Raises:
+        ConfigError: names what is wrong.
+    """
+    info = read_model_info(config.model.path)
+    load_environment(config.environment, picture_door(config.images, info)).task("train", 0)
+
+
+def _with_port(config: RunConfig) -> RunConfig:
+    """Fix the port, so that every process reads the same one."""
+    port = free_port(config.inference.host, config.inference.port)
+    inference = config.inference.model_copy(update={"port": port})
+    return config.model_copy(update={"inference": inference, "output_dir": Path(config.output_dir)})
+
+
+def _what_now(rows: list[dict[str, float]], config: RunConfig) -> str:
+    step = int(max(row["step"] for row in rows))
+    return "measuring the final reward" if step >= config.steps else ""
+
+
+@contextlib.contextmanager
+def _children() -> Iterator[list[Child]]:
+    """Collect children and stop them all on the way out, whatever happens."""
+    children: list[Child] = []
+
+    def interrupt(signum: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield children
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        for child in reversed(children):
+            child.stop()

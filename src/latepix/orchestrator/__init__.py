@@ -1,0 +1,1 @@
+"""Rollouts become micro batches: environments are played, groups scored, traces cut into samples, samples packed."""

@@ -1,0 +1,250 @@
+"""The orchestrator process: sync weights, play groups, score, pack, ship; one call of `_step` per optimizer step."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+
+import numpy as np
+
+from latepix.config.schema import RunConfig
+from latepix.environments.base import Environment, Split, Task, load_environment
+from latepix.errors import TransportError
+from latepix.families.model_info import read_model_info
+from latepix.inference.client import InferenceClient, Sampling, wait_until_healthy
+from latepix.inference.render import MessageRenderer
+from latepix.metrics import MetricsWriter, peak_rss_bytes
+from latepix.orchestrator.batch import prepare_batch, validate_sample
+from latepix.orchestrator.group import ScoredGroup, check_failures, rollout_metrics, score_group
+from latepix.orchestrator.rollout import RolloutSpec, play
+from latepix.orchestrator.samples import trace_to_samples
+from latepix.runs import picture_door
+from latepix.trace.graph import Trace
+from latepix.trace.store import TraceWriter
+from latepix.trace.training import TrainingSample
+from latepix.transport.files import POLL_S
+from latepix.transport.rollouts import BatchFolder
+from latepix.transport.weights import WeightsFolder
+
+
+class Orchestrator:
+    """Plays rollouts against one server and feeds one trainer."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self.config = config
+        self.info = read_model_info(config.model.path)
+        self.renderer = MessageRenderer(self.info)
+        self.environment = load_environment(config.environment, picture_door(config.images, self.info))
+        self.client = InferenceClient(
+            f"http://{config.inference.host}:{config.inference.port}",
+            stop_ids=self.info.stop_ids,
+            banned_ids=self.info.banned_ids,
+            timeout_s=config.inference.request_timeout_s,
+        )
+        self.batches = BatchFolder(config.output_dir)
+        self.weights = WeightsFolder(config.output_dir)
+        self.traces = TraceWriter(config.output_dir)
+        self.metrics = MetricsWriter(config.output_dir / "metrics.jsonl")
+        self.policy_version = 0
+        self._next_eval = 0
+
+    async def run(self) -> None:
+        """Run all steps; returns when the last weights were evaluated."""
+        wait_until_healthy(self.client.base_url, timeout_s=self.config.inference.startup_timeout_s)
+        try:
+            await self.client.init_weight_transfer()
+            await self._final_eval()
+            for step in range(self.config.steps):
+                await self._step(step)
+            await self._sync_weights(at_least=self.config.steps)
+            await self._eval_if_due(is_last=True)
+            await self._final_eval()
+        finally:
+            await self.client.close()
+            self.metrics.close()
+
+    async def _step(self, step: int) -> None:
+        started = time.monotonic()
+        await self._sync_weights(at_least=step - self.config.orchestrator.max_off_policy_steps)
+        waited_s = time.monotonic() - started
+        await self._eval_if_due()
+        synced = time.monotonic()
+        groups = await self._play_step(step)
+        played = time.monotonic()
+        self._record(step, groups)
+        samples = self._samples(groups)
+        batch = prepare_batch(samples, step=step, micro_batch_tokens=self.config.orchestrator.micro_batch_tokens)
+        num_bytes = self.batches.send(batch)
+        shipped = time.monotonic()
+        self.metrics.write(
+            step,
+            rollout_metrics(groups)
+            | {
+                "policy/version": self.policy_version,
+                "policy/off_policy_steps": step - self.policy_version,
+                "batch/samples/count": batch.num_samples,
+                "batch/micro_batches/count": len(batch.micro_batches),
+                "batch/bytes": num_bytes,
+                "batch/bytes_per_sample": num_bytes / max(1, batch.num_samples),
+                "time/wait_weights_s": waited_s,
+                "time/generate_s": played - synced,
+                "time/pack_s": shipped - played,
+                "time/step_s": waited_s + shipped - synced,
+                "perf/samples_per_s": batch.num_samples / (waited_s + shipped - synced),
+                "process/orchestrator/peak_rss_bytes": peak_rss_bytes(),
+                "process/inference/peak_rss_bytes": await self.client.peak_rss_bytes() or 0,
+            },
+        )
+
+    async def _sync_weights(self, *, at_least: int) -> None:
+        """Wait until weights `at_least` are published, and let the server load the newest."""
+        deadline = time.monotonic() + self.config.trainer.wait_timeout_s
+        while True:
+            newest = self.weights.newest() or 0
+            if newest >= at_least:
+                break
+            if time.monotonic() > deadline:
+                raise TransportError(
+                    f"Waited {self.config.trainer.wait_timeout_s:g} s for weights of version {at_least}; the newest is "
+                    f"{newest} (trainer.wait_timeout_s)."
+                )
+            await asyncio.sleep(POLL_S)
+        if newest > self.policy_version:
+            await self.client.update_weights(self.weights.version_path(newest).resolve(), newest)
+            self.policy_version = newest
+
+    async def _play_step(self, step: int) -> list[ScoredGroup]:
+        orchestrator = self.config.orchestrator
+        indices = self._task_indices(step)
+        slots = asyncio.Semaphore(max(1, orchestrator.max_in_flight // orchestrator.group_size))
+
+        async def play_group(number: int, index: int) -> ScoredGroup:
+            async with slots:
+                group_id = step * orchestrator.prompts_per_step + number
+                task = self.environment.task("train", index)
+                traces = await self._play_task(task, "train", step, group_id, orchestrator.group_size)
+                return score_group(traces, scale_by_std=orchestrator.scale_advantages_by_std)
+
+        return await asyncio.gather(*(play_group(number, index) for number, index in enumerate(indices)))
+
+    async def _play_task(self, task: Task, split: Split, step: int, group_id: int, num_rollouts: int) -> list[Trace]:
+        sampling = self.config.sampling
+        seed = int(np.random.default_rng([self.config.seed, 1, group_id]).integers(1 << 30))
+        specs = [
+            RolloutSpec(
+                trace_id=f"s{step}-g{group_id}-r{number}",
+                task=task,
+                split=split,
+                step=step,
+                group_id=group_id,
+                sampling=Sampling(temperature=sampling.temperature, max_tokens=sampling.max_tokens, seed=seed + number),
+            )
+            for number in range(num_rollouts)
+        ]
+        return await asyncio.gather(*(self._play(spec) for spec in specs))
+
+    async def _play(self, spec: RolloutSpec) -> Trace:
+        return await play(
+            self.environment, self.client, self.renderer, spec, max_images=self.config.images.max_per_prompt
+        )
+
+    def _task_indices(self, step: int) -> list[int]:
+        """Return the training tasks of a step: epochs in an order drawn from the run's seed, none repeated within."""
+        num_tasks = self.environment.num_tasks("train")
+        first = step * self.config.orchestrator.prompts_per_step
+        positions = range(first, first + self.config.orchestrator.prompts_per_step)
+        orders: dict[int, np.ndarray] = {}
+        for epoch in {position // num_tasks for position in positions}:
+            orders[epoch] = np.random.default_rng([self.config.seed, 0, epoch]).permutation(num_tasks)
+        return [int(orders[position // num_tasks][position % num_tasks]) for position in positions]
+
+    def _record(self, step: int, groups: Sequence[ScoredGroup]) -> None:
+        """Write traces and quarantine; stop the run if too much failed."""
+        failed = [trace for group in groups for trace in group.failed]
+        self.traces.write(f"step_{step:06d}", [trace for group in groups for trace in (*group.traces, *group.failed)])
+        if failed:
+            self.traces.append_quarantine(failed)
+        check_failures(groups, max_failed_frac=self.config.orchestrator.max_failed_frac, step=step)
+
+    def _samples(self, groups: Sequence[ScoredGroup]) -> list[TrainingSample]:
+        orchestrator = self.config.orchestrator
+        samples = []
+        for group in groups:
+            if group.is_zero_spread and orchestrator.drop_zero_spread_groups:
+                continue
+            for trace in group.traces:
+                for sample in trace_to_samples(trace, temperature=self.config.sampling.temperature):
+                    validate_sample(sample, self.info)
+                    if sample.num_tokens <= orchestrator.seq_len:
+                        samples.append(sample)
+        return samples
+
+    async def _eval_if_due(self, *, is_last: bool = False) -> None:
+        """Measure greedy reward on held-out tasks, with the weights that are served."""
+        every = self.config.eval.every_steps
+        if not (is_last or (every and self.policy_version >= self._next_eval)):
+            return
+        self._next_eval = self.policy_version + every
+        await self._measure("eval", self.config.eval.split)
+
+    async def _final_eval(self) -> None:
+        """Measure greedy reward on the split that is looked at only before and after training."""
+        await self._measure("final_eval", self.config.eval.final_split)
+
+    async def _measure(self, area: str, split: Split) -> None:
+        started = time.monotonic()
+        traces = await play_split(
+            self.environment, self.client, self.renderer, self.config, split=split, policy_version=self.policy_version
+        )
+        self.traces.write(f"{area}_{self.policy_version:06d}", traces)
+        self.metrics.write(
+            self.policy_version,
+            {
+                f"{area}/reward/mean": mean_reward(traces),
+                f"{area}/tasks/count": len(traces),
+                f"{area}/failed/count": sum(trace.failure is not None for trace in traces),
+                f"time/{area}_s": time.monotonic() - started,
+            },
+        )
+
+
+async def play_split(
+    environment: Environment,
+    client: InferenceClient,
+    renderer: MessageRenderer,
+    config: RunConfig,
+    *,
+    split: Split,
+    policy_version: int,
+) -> list[Trace]:
+    """Play the tasks of a held-out split greedily, once each."""
+    num_tasks = environment.num_tasks(split)
+    if config.eval.num_tasks:
+        num_tasks = min(num_tasks, config.eval.num_tasks)
+    slots = asyncio.Semaphore(config.orchestrator.max_in_flight)
+
+    async def play_one(index: int) -> Trace:
+        async with slots:
+            spec = RolloutSpec(
+                trace_id=f"{split}-v{policy_version}-t{index}",
+                task=environment.task(split, index),
+                split=split,
+                step=policy_version,
+                group_id=index,
+                sampling=Sampling(temperature=0.0, max_tokens=config.sampling.max_tokens),
+            )
+            return await play(environment, client, renderer, spec, max_images=config.images.max_per_prompt)
+
+    return await asyncio.gather(*(play_one(index) for index in range(num_tasks)))
+
+
+def mean_reward(traces: Sequence[Trace]) -> float:
+    """Return the mean reward; a failed rollout earns 0."""
+    return sum(float(trace.reward or 0.0) for trace in traces) / max(1, len(traces))
+
+
+def run_orchestrator(config: RunConfig) -> None:
+    """Run the orchestrator process to its end."""
+    asyncio.run(Orchestrator(config).run())
+

@@ -1,0 +1,157 @@
+"""Play one task with the served policy -> `Trace`. A bad rollout is data, not a crash."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from latepix.environments.base import Environment, Score, Split, Task
+from latepix.errors import EnvError, ImageError, LatepixError, PlaceholderMismatch, RolloutError, reason_code
+from latepix.inference.client import InferenceClient, Prompt, Sampling
+from latepix.inference.render import MessageRenderer, RenderedPrompt
+from latepix.trace.graph import RolloutFailure, Trace, TraceBuilder
+from latepix.trace.ingress import InlineImage
+from latepix.trace.messages import Message, iter_images
+
+
+class RolloutSpec(msgspec.Struct, frozen=True):
+    """What is played, and how.
+
+    Attributes:
+        trace_id: unique in the run.
+        task: what to do.
+        split: where the task comes from.
+        step: training step, or policy version for an evaluation.
+        group_id: siblings share it.
+        sampling: `seed` is that of the first turn; later turns continue from it.
+    """
+
+    trace_id: str
+    task: Task
+    split: Split
+    step: int
+    group_id: int
+    sampling: Sampling
+
+
+class ServedPolicy:
+    """The policy behind a server, in one conversation; records every turn."""
+
+    def __init__(
+        self, client: InferenceClient, renderer: MessageRenderer, spec: RolloutSpec, *, max_images: int
+    ) -> None:
+        self._client = client
+        self._renderer = renderer
+        self._spec = spec
+        self._max_images = max_images
+        self._history: list[Message] = []
+        self._images: list[InlineImage] = []
+        self._num_turns = 0
+        self._last: tuple[list[int], list[int]] | None = None
+        self.builder = TraceBuilder(spec.trace_id, renderer.info.placeholder_ids)
+
+    async def respond(self, messages: Sequence[Message]) -> Message:
+        """Add messages to the conversation and return the assistant's answer."""
+        rendered, new = self._render(messages)
+        images = [*self._images, *iter_images(messages)]
+        if len(images) > self._max_images:
+            raise ImageError(
+                f"trace {self._spec.trace_id}, turn {self._num_turns}: {len(images)} pictures in the conversation, the "
+                f"limit is {self._max_images} (images.max_per_prompt).",
+                "too_many_images",
+            )
+        # Turns are far apart in seed space so that siblings' consecutive seeds never meet another turn's.
+        seed = (self._spec.sampling.seed + self._num_turns * 1_000_003) % (1 << 31)
+        sampling = msgspec.structs.replace(self._spec.sampling, seed=seed)
+        answer = await self._client.generate(Prompt(token_ids=tuple(rendered.token_ids), images=tuple(images)), sampling)
+        reply = self._renderer.parse(rendered.token_ids, answer.token_ids)
+        self.builder.commit_turn(
+            messages=new,
+            message_ends=rendered.message_ends,
+            logical_ids=rendered.token_ids,
+            effective_ids=answer.prompt_token_ids,
+            ranges=answer.ranges,
+            reply=reply,
+            sampled_ids=answer.token_ids,
+            logprobs=answer.logprobs,
+            policy_version=answer.policy_version,
+            finish_reason=answer.finish_reason,
+        )
+        self._check_lengths(images, [placed.length for placed in answer.ranges])
+        self._history = [*self._history, *messages, reply]
+        self._images = images
+        self._last = (rendered.token_ids, answer.token_ids)
+        self._num_turns += 1
+        return reply
+
+    def _render(self, messages: Sequence[Message]) -> tuple[RenderedPrompt, Sequence[Message]]:
+        """Return the prompt, and the messages whose tokens are new in it."""
+        if self._last is not None:
+            extended = self._renderer.extend(*self._last, messages)
+            if extended is not None:
+                return extended, messages
+            # The template rewrites history: the old turns stay a branch of their own, the new prompt starts another.
+            self.builder.start_branch()
+        conversation = [*self._history, *messages]
+        return self._renderer.render(conversation), conversation
+
+    def _check_lengths(self, images: Sequence[InlineImage], lengths: Sequence[int]) -> None:
+        for slot, (image, length) in enumerate(zip(images, lengths, strict=True)):
+            expected = self._renderer.info.num_image_tokens(image)
+            if expected != length:
+                raise PlaceholderMismatch(
+                    f"trace {self._spec.trace_id}, turn {self._num_turns}, picture {slot}: {image.width} x "
+                    f"{image.height} pixels need {expected} tokens, the server placed {length}. Server and trainer use "
+                    "different processor settings."
+                )
+
+
+async def play(
+    environment: Environment,
+    client: InferenceClient,
+    renderer: MessageRenderer,
+    spec: RolloutSpec,
+    *,
+    max_images: int,
+) -> Trace:
+    """Play one task; whatever goes wrong with this rollout is recorded on its trace.
+
+    Returns:
+        The trace, with a finite `reward`, or with `failure`.
+    """
+    policy = ServedPolicy(client, renderer, spec, max_images=max_images)
+    failure: RolloutFailure | None = None
+    score: Score | None = None
+    try:
+        score = await environment.rollout(spec.task, policy)
+        _check_score(score, environment, spec)
+    except (RolloutError, PlaceholderMismatch, ImageError) as error:
+        failure = RolloutFailure(reason=reason_code(error), message=str(error))
+    except LatepixError:
+        raise
+    except Exception as error:
+        # The rollout border: an environment is foreign code, whatever it raises belongs to this rollout alone.
+        wrapped = EnvError(f"environment {environment.name}, task {spec.task.id}: {type(error).__name__}: {error}")
+        failure = RolloutFailure(reason=reason_code(wrapped), message=str(wrapped))
+    return Trace(
+        id=spec.trace_id,
+        environment=environment.name,
+        task_id=spec.task.id,
+        step=spec.step,
+        group_id=spec.group_id,
+        split=spec.split,
+        nodes=tuple(policy.builder.nodes),
+        reward=score.reward if score is not None and failure is None else None,
+        reward_parts=dict(score.parts) if score is not None and failure is None else {},
+        failure=failure,
+        answer=spec.task.answer,
+    )
+
+
+def _check_score(score: Score, environment: Environment, spec: RolloutSpec) -> None:
+    reward = score.reward
+    if not isinstance(reward, (int, float)) or not -1e9 < reward < 1e9:
+        raise EnvError(
+            f"environment {environment.name}, task {spec.task.id}: the reward is {reward!r}; it must be a finite number."
+        )

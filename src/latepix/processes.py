@@ -1,0 +1,136 @@
+"""Child processes of a run: started with a log file each, watched, and never left behind.
+
+A child gets a pipe as its standard input and ends itself when that pipe closes (`die_with_parent`), so that no process
+outlives a launcher that was killed. Children do not see ctrl-C; the launcher stops them.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+from latepix.errors import ConfigError, ProcessFailed
+
+_SUPERVISED = "LATEPIX_SUPERVISED"
+#: How every error of a process begins in its log.
+ERROR_PREFIX = "latepix: error: "
+
+
+class Child:
+    """One process of a run.
+
+    Args:
+        name: as people call it, also the name of its log.
+        args: arguments of `latepix`.
+        logs_dir: folder of the log; made if needed.
+        num_threads: OpenMP threads of the process.
+    """
+
+    def __init__(self, name: str, args: Sequence[str], logs_dir: Path, *, num_threads: int = 1) -> None:
+        logs_dir.mkdir(parents=True, exist_ok=True)
+        self.name = name
+        self.log_path = logs_dir / f"{name}.log"
+        self._log = self.log_path.open("wb")
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "latepix", *args],
+            stdin=subprocess.PIPE,
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env=os.environ
+            | {
+                _SUPERVISED: "1",
+                "OMP_NUM_THREADS": str(num_threads),
+                "HF_HUB_OFFLINE": "1",
+                "TOKENIZERS_PARALLELISM": "false",
+                "PYTHONUNBUFFERED": "1",
+            },
+        )
+
+    @property
+    def pid(self) -> int:
+        """Process id."""
+        return self._process.pid
+
+    @property
+    def exit_code(self) -> int | None:
+        """Exit status, None while it runs; negative if a signal ended it."""
+        return self._process.poll()
+
+    def check(self) -> None:
+        """Raise if the process died.
+
+        Raises:
+            ProcessFailed: with the process's own error and the path of its log.
+        """
+        code = self.exit_code
+        if code in (None, 0):
+            return
+        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"failed (exit {code})"
+        raise ProcessFailed(f"The {self.name} process {how}: {self._last_error()}\nIts log: {self.log_path}")
+
+    def stop(self, *, grace_s: float = 10.0) -> None:
+        """End the process: ask, wait, then kill."""
+        if self._process.poll() is None:
+            self._process.terminate()
+            try:
+                self._process.wait(grace_s)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+        if self._process.stdin:
+            self._process.stdin.close()
+        self._log.close()
+
+    def _last_error(self) -> str:
+        text = self.log_path.read_text(encoding="utf-8", errors="replace")
+        at = text.rfind(ERROR_PREFIX)
+        if at >= 0:
+            return text[at + len(ERROR_PREFIX) :].strip()
+        lines = [line for line in text.splitlines() if line.strip()]
+        return lines[-1].strip() if lines else "it wrote nothing"
+
+
+def die_with_parent() -> None:
+    """In a child of a run: end this process when the launcher is gone."""
+    if os.environ.get(_SUPERVISED) != "1":
+        return
+
+    def watch() -> None:
+        # Not sys.stdin: a thread that waits inside its lock would crash the interpreter's own exit.
+        while os.read(0, 1024):
+            pass
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Take an address; port 0 takes a free one.
+
+    Raises:
+        ConfigError: it is in use or not ours.
+    """
+    sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind((host, port))
+    except OSError as error:
+        sock.close()
+        raise ConfigError(
+            f"inference.host, inference.port: cannot listen on {host}:{port}: {error.strerror or error}. Stop what uses "
+            "the port, choose another one, or set inference.port = 0 for a free one."
+        ) from error
+    return sock
+
+
+def free_port(host: str, port: int) -> int:
+    """Return `port` if it can be taken, or a free one if it is 0."""
+    with bind(host, port) as sock:
+        return sock.getsockname()[1]

@@ -1,0 +1,80 @@
+"""Run folders, and what several commands need to begin: the picture door and the summary."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from latepix.config.schema import ImagesConfig, RunConfig
+from latepix.errors import ConfigError
+from latepix.families.model_info import ModelInfo
+from latepix.metrics import read_metrics
+from latepix.trace.ingress import ImageLimits, ImageSource, InlineImage, ingest_image
+from latepix.transport.files import write_bytes
+
+
+def new_run_folder(path: Path) -> Path:
+    """Make a run folder.
+
+    Raises:
+        ConfigError: it already holds a run, or cannot be made.
+    """
+    if (path / "metrics.jsonl").exists():
+        raise ConfigError(
+            f"output_dir: {path} already holds a run (it has a metrics.jsonl). Choose another folder, or remove it."
+        )
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"output_dir: cannot make {path}: {error.strerror or error}.") from error
+    return path
+
+
+def picture_door(images: ImagesConfig, info: ModelInfo) -> Callable[[ImageSource], InlineImage]:
+    """Return `ingest_image` with a run's limits and the grid of its model."""
+    limits = ImageLimits(
+        max_bytes=images.max_bytes, max_pixels=images.max_pixels, max_aspect_ratio=images.max_aspect_ratio
+    )
+    fit = info.grid if images.fit else None
+    return lambda source: ingest_image(source, limits=limits, fit=fit)
+
+
+def write_summary(config: RunConfig, *, wall_s: float) -> dict[str, Any]:
+    """Boil a finished run down to `summary.json` and return it.
+
+    Args:
+        config: of the run.
+        wall_s: seconds the command took, start-up included.
+    """
+    rows = read_metrics(config.output_dir / "metrics.jsonl")
+    steps = [row for row in rows if "loss/mismatch_kl/mean" in row]
+    finals = [row["final_eval/reward/mean"] for row in rows if "final_eval/reward/mean" in row]
+    played = [row for row in rows if "batch/samples/count" in row]
+    num_samples = sum(row["batch/samples/count"] for row in played)
+    num_failed = sum(row["rollout/failed/count"] for row in played)
+    summary = {
+        "steps": len(steps),
+        "reward_first": played[0].get("rollout/reward/mean") if played else None,
+        "reward_last": played[-1].get("rollout/reward/mean") if played else None,
+        "eval_before": finals[0] if finals else None,
+        "eval_after": finals[-1] if finals else None,
+        "mismatch_kl_mean": _mean([row["loss/mismatch_kl/mean"] for row in steps]),
+        "mismatch_kl_max": max((row["loss/mismatch_kl/mean"] for row in steps), default=None),
+        "num_traces": int(num_samples + num_failed),
+        "num_quarantined": int(num_failed),
+        "wall_s": wall_s,
+        "samples_per_s": num_samples / max(1e-9, sum(row["time/step_s"] for row in played)),
+        "wire_bytes_per_sample": sum(row["batch/bytes"] for row in played) / max(1, num_samples),
+        "peak_rss_bytes": {
+            process: int(max((row.get(f"process/{process}/peak_rss_bytes", 0) for row in rows), default=0))
+            for process in ("orchestrator", "inference", "trainer")
+        },
+    }
+    write_bytes(config.output_dir / "summary.json", (json.dumps(summary, indent=2) + "\n").encode())
+    return summary
+
+
+def _mean(values: list[float]) -> float | None:
+    return sum(values) / len(values) if values else None

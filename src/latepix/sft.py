@@ -1,0 +1,97 @@
+"""`latepix sft`: supervised warm start on demonstrations, with the samples, packing and forward of RL."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+
+from latepix.config.loader import write_config
+from latepix.config.schema import SftConfig
+from latepix.environments.base import Environment, load_environment
+from latepix.inference.render import MessageRenderer
+from latepix.metrics import MetricsWriter, peak_rss_bytes, read_metrics
+from latepix.orchestrator.batch import prepare_batch, validate_sample
+from latepix.orchestrator.samples import trace_to_samples
+from latepix.report.console import SFT_COLUMNS, RunConsole
+from latepix.runs import new_run_folder, picture_door
+from latepix.trace.graph import Trace, TraceBuilder
+from latepix.trace.messages import assistant_message, iter_images
+from latepix.trace.refs import expand_placeholders
+from latepix.trace.training import TrainingSample
+from latepix.trainer.checkpoint import export_model
+from latepix.trainer.loss import cross_entropy
+from latepix.trainer.step import TrainStep
+
+
+def run_sft(config: SftConfig) -> None:
+    """Train on demonstrations and write the model to `model/` of the run folder."""
+    new_run_folder(config.output_dir)
+    train_step = TrainStep(config.model, config.trainer, loss=cross_entropy, total_steps=config.steps)
+    environment = load_environment(config.environment, picture_door(config.images, train_step.info))
+    renderer = MessageRenderer(train_step.info)
+    write_config(config, config.output_dir)
+    metrics = MetricsWriter(config.output_dir / "metrics.jsonl")
+    rng = np.random.default_rng([config.seed, 2])
+    order = _task_order(environment, config, rng)
+    console = RunConsole(f"latepix sft  {config.output_dir}", config.steps, columns=SFT_COLUMNS)
+    try:
+        with console:
+            for step in range(config.steps):
+                started = time.monotonic()
+                indices = order[step * config.batch_size : (step + 1) * config.batch_size]
+                samples = [demonstration_sample(environment, renderer, index, rng) for index in indices]
+                batch = prepare_batch(samples, step=step, micro_batch_tokens=config.micro_batch_tokens)
+                values = train_step.run(batch).values
+                seconds = time.monotonic() - started
+                metrics.write(
+                    step, values | {"time/step_s": seconds, "process/trainer/peak_rss_bytes": peak_rss_bytes()}
+                )
+                console.update(read_metrics(config.output_dir / "metrics.jsonl"))
+        export_model(train_step.source, config.output_dir / "model", train_step.model, train_step.adapter)
+    finally:
+        train_step.close()
+        metrics.close()
+
+
+def _task_order(environment: Environment, config: SftConfig, rng: np.random.Generator) -> list[int]:
+    """Return the demonstrations of all steps: epochs in random order."""
+    indices = environment.demonstration_indices()
+    order: list[int] = []
+    while len(order) < config.steps * config.batch_size:
+        order += rng.permutation(indices).tolist()
+    return order
+
+
+def demonstration_sample(
+    environment: Environment, renderer: MessageRenderer, index: int, rng: np.random.Generator
+) -> TrainingSample:
+    """Build the sample of one demonstration: the task's prompt, expanded here, and the answer's tokens.
+
+    Raises:
+        PlaceholderMismatch: prompt, pictures and ranges do not fit.
+    """
+    task = environment.task("train", index)
+    answer = environment.demonstration(task, rng)
+    info = renderer.info
+    prompt = renderer.render(task.messages)
+    lengths = [info.num_image_tokens(image) for image in iter_images(task.messages)]
+    expanded, ranges = expand_placeholders(prompt.token_ids, lengths, info.placeholder_ids)
+    answer_ids = renderer.answer_ids(answer)
+    builder = TraceBuilder(f"demonstration-{index}", info.placeholder_ids)
+    builder.commit_turn(
+        messages=task.messages,
+        message_ends=prompt.message_ends,
+        logical_ids=prompt.token_ids,
+        effective_ids=expanded,
+        ranges=ranges,
+        reply=assistant_message(answer),
+        sampled_ids=answer_ids,
+        logprobs=[0.0] * len(answer_ids),
+        policy_version=None,
+        finish_reason="stop",
+    )
+    trace = Trace(id=builder.trace_id, environment=environment.name, task_id=task.id, nodes=tuple(builder.nodes))
+    (sample,) = trace_to_samples(trace)
+    validate_sample(sample, info)
+    return sample

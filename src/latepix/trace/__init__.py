@@ -1,0 +1,1 @@
+"""What happened: pictures and messages go in, `Trace -> Branch -> TrainingSample -> MicroBatch` come out."""

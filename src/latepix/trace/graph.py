@@ -1,0 +1,330 @@
+"""The record of one rollout: a graph of messages with the tokens the server saw.
+
+Made by `TraceBuilder` (one `commit_turn` per answer of the server), read by `orchestrator/samples.py` and the report.
+What holds, and is checked when a turn is committed:
+
+* the node tokens along a branch equal the ids the server saw (its `prompt_token_ids`, then what was sampled);
+* every picture of a node has exactly one placeholder range, relative to the node's first token;
+* a node keeps only the tokens it adds; text the policy sampled is never tokenized again.
+
+The tokens of the generation prompt (`<|im_start|>assistant`) belong to the assistant's node and are not sampled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from functools import cached_property
+from itertools import accumulate
+from typing import Literal
+
+import msgspec
+import numpy as np
+
+from latepix.errors import PlaceholderMismatch
+from latepix.trace.messages import Message, iter_images
+from latepix.trace.refs import MMRefs, PlaceholderRange
+
+
+class MessageNode(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One message of the graph and the tokens it adds.
+
+    Attributes:
+        parent: index of the node before it, None for a first message.
+        message: who said what, with pictures in place.
+        token_ids: expanded ids, one placeholder run per picture.
+        mask: per token, whether the policy sampled it.
+        logprobs: per sampled token, in nats, by the server, under the distribution it sampled from.
+        ranges: placeholder runs relative to the node's first token, one per picture of `message`.
+        policy_version: of the weights that sampled the node, None for a node that was not sampled.
+        finish_reason: `stop` or `length`, for a sampled node.
+    """
+
+    parent: int | None
+    message: Message
+    token_ids: tuple[int, ...]
+    mask: tuple[bool, ...]
+    logprobs: tuple[float, ...] = ()
+    ranges: tuple[PlaceholderRange, ...] = ()
+    policy_version: int | None = None
+    finish_reason: str | None = None
+
+
+class RolloutFailure(msgspec.Struct, frozen=True):
+    """Why a rollout was set aside: a stable code, and the message of the error."""
+
+    reason: str
+    message: str
+
+
+class Trace(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The record of one rollout.
+
+    Attributes:
+        id: unique in the run, `s3-g7-r2` for the third rollout of group 7 in step 3.
+        environment, task_id, split: what was played.
+        step: training step (or, for an evaluation, the policy version) it was played for.
+        group_id: siblings of one prompt share it.
+        nodes: the message graph; a node comes after its parent.
+        reward: the environment's scalar; None if the rollout failed.
+        reward_parts: named parts of the reward, for people.
+        advantage: reward relative to the group, set once the group is complete.
+        failure: set if the rollout failed.
+        answer: the task's expected answer, for people.
+    """
+
+    id: str
+    environment: str
+    task_id: str
+    step: int = 0
+    group_id: int = 0
+    split: Literal["train", "validation", "test"] = "train"
+    nodes: tuple[MessageNode, ...] = ()
+    reward: float | None = None
+    reward_parts: dict[str, float] = {}
+    advantage: float | None = None
+    failure: RolloutFailure | None = None
+    answer: str = ""
+
+    @property
+    def branches(self) -> list[Branch]:
+        """Root-to-leaf paths, in the order of their leaves."""
+        parents = {node.parent for node in self.nodes}
+        branches = []
+        for leaf in range(len(self.nodes)):
+            if leaf in parents:
+                continue
+            path: list[int] = []
+            index: int | None = leaf
+            while index is not None:
+                path.append(index)
+                index = self.nodes[index].parent
+            branches.append(Branch(self, tuple(reversed(path))))
+        return branches
+
+    @property
+    def is_truncated(self) -> bool:
+        """Whether any answer was cut at the token limit."""
+        return any(node.finish_reason == "length" for node in self.nodes)
+
+    @property
+    def num_sampled_tokens(self) -> int:
+        """Tokens the policy sampled, each counted once."""
+        return sum(sum(node.mask) for node in self.nodes)
+
+
+class Branch:
+    """One root-to-leaf path of a trace; gives one training sample.
+
+    Attributes:
+        trace: the trace it belongs to.
+        node_indices: the path, root first.
+    """
+
+    def __init__(self, trace: Trace, node_indices: tuple[int, ...]) -> None:
+        self.trace = trace
+        self.node_indices = node_indices
+
+    @property
+    def nodes(self) -> list[MessageNode]:
+        """The path's nodes, root first."""
+        return [self.trace.nodes[index] for index in self.node_indices]
+
+    @property
+    def messages(self) -> list[Message]:
+        """The conversation along the path."""
+        return [node.message for node in self.nodes]
+
+    @cached_property
+    def node_starts(self) -> list[int]:
+        """Offset of each node's first token in `token_ids`, and the total length at the end."""
+        return [0, *accumulate(len(node.token_ids) for node in self.nodes)]
+
+    @cached_property
+    def token_ids(self) -> np.ndarray:
+        """[T] int32: the ids the server saw."""
+        return np.asarray([token for node in self.nodes for token in node.token_ids], dtype=np.int32)
+
+    @cached_property
+    def sampled_mask(self) -> np.ndarray:
+        """[T] bool: tokens the policy sampled."""
+        return np.asarray([sampled for node in self.nodes for sampled in node.mask], dtype=bool)
+
+    @cached_property
+    def logprobs(self) -> np.ndarray:
+        """[T] float32, nats, by the server; 0 where the token was not sampled."""
+        logprobs = np.zeros(len(self.token_ids), dtype=np.float32)
+        logprobs[self.sampled_mask] = [value for node in self.nodes for value in node.logprobs]
+        return logprobs
+
+    @property
+    def mm_refs(self) -> MMRefs:
+        """The pictures of the path and where they sit in `token_ids`."""
+        return MMRefs.from_slots(
+            (image, start + placed.offset, placed.length)
+            for start, node in zip(self.node_starts, self.nodes, strict=False)
+            for image, placed in zip(iter_images([node.message]), node.ranges, strict=True)
+        )
+
+
+def align_expansion(
+    logical_ids: Sequence[int],
+    effective_ids: Sequence[int],
+    ranges: Sequence[PlaceholderRange],
+    placeholder_ids: Collection[int],
+    *,
+    where: str,
+) -> list[int]:
+    """Check that the server expanded exactly the prompt it was sent, and return where each slot landed.
+
+    Args:
+        logical_ids: the prompt as sent, one placeholder per picture.
+        effective_ids: the server's `prompt_token_ids`.
+        ranges: the server's `mm_placeholders` in prompt order, absolute.
+        placeholder_ids: ids that stand for pictures.
+        where: names trace and turn in the error.
+    Returns:
+        The positions of the placeholders in `logical_ids`, parallel to `ranges`.
+    Raises:
+        PlaceholderMismatch: the first difference, with its numbers.
+    """
+    slots = [index for index, token in enumerate(logical_ids) if token in placeholder_ids]
+    if len(slots) != len(ranges):
+        raise PlaceholderMismatch(
+            f"{where}: the prompt has {len(slots)} pictures, the server answered {len(ranges)} placeholder ranges."
+        )
+    logical_at = effective_at = 0
+    for number, (slot, placed) in enumerate(zip(slots, ranges, strict=True)):
+        num_text = slot - logical_at
+        if placed.length < 1 or placed.offset != effective_at + num_text:
+            raise PlaceholderMismatch(
+                f"{where}, picture {number}: the server placed it at [{placed.offset}, "
+                f"{placed.offset + placed.length}), the prompt has it at {effective_at + num_text}."
+            )
+        end = placed.offset + placed.length
+        _check_same_text(logical_ids, logical_at, effective_ids, effective_at, num_text, where)
+        run = effective_ids[placed.offset : end]
+        if len(run) != placed.length or not all(token in placeholder_ids for token in run):
+            raise PlaceholderMismatch(
+                f"{where}, picture {number}: range [{placed.offset}, {end}) covers tokens that are not image "
+                f"placeholders, or ends behind the prompt's {len(effective_ids)} tokens."
+            )
+        logical_at, effective_at = slot + 1, end
+    num_text = len(logical_ids) - logical_at
+    if len(effective_ids) - effective_at != num_text:
+        raise PlaceholderMismatch(
+            f"{where}: after the last picture the prompt has {num_text} tokens, the server's has "
+            f"{len(effective_ids) - effective_at}."
+        )
+    _check_same_text(logical_ids, logical_at, effective_ids, effective_at, num_text, where)
+    return slots
+
+
+def _check_same_text(
+    logical_ids: Sequence[int], logical_at: int, effective_ids: Sequence[int], effective_at: int, length: int, where: str
+) -> None:
+    sent = list(logical_ids[logical_at : logical_at + length])
+    got = list(effective_ids[effective_at : effective_at + length])
+    if sent != got:
+        index = next((i for i, (a, b) in enumerate(zip(sent, got, strict=False)) if a != b), min(len(sent), len(got)))
+        raise PlaceholderMismatch(
+            f"{where}: token {logical_at + index} of the prompt was sent as {sent[index : index + 1]}, the server used "
+            f"{got[index : index + 1]} at {effective_at + index}. The server must not change the prompt's text."
+        )
+
+
+class TraceBuilder:
+    """Collects the turns of one rollout; the only writer of message nodes.
+
+    A turn is committed as a whole or not at all. The builder keeps the logical and the effective ids of the current
+    path side by side, so that the next prompt can be rendered from the former and compared with the latter.
+    """
+
+    def __init__(self, trace_id: str, placeholder_ids: Collection[int]) -> None:
+        self.trace_id = trace_id
+        self.placeholder_ids = frozenset(placeholder_ids)
+        self.nodes: list[MessageNode] = []
+        self.leaf: int | None = None
+        self.logical_ids: list[int] = []
+        self.effective_ids: list[int] = []
+
+    def start_branch(self) -> None:
+        """Let the next turn begin a new path from the root (the renderer could not extend the old one)."""
+        self.leaf = None
+        self.logical_ids = []
+        self.effective_ids = []
+
+    def commit_turn(
+        self,
+        *,
+        messages: Sequence[Message],
+        message_ends: Sequence[int],
+        logical_ids: Sequence[int],
+        effective_ids: Sequence[int],
+        ranges: Sequence[PlaceholderRange],
+        reply: Message,
+        sampled_ids: Sequence[int],
+        logprobs: Sequence[float],
+        policy_version: int | None,
+        finish_reason: str,
+    ) -> None:
+        """Add the new messages of a turn and the sampled reply.
+
+        Args:
+            messages: messages that are new in this turn.
+            message_ends: per new message, the end of its tokens in `logical_ids`.
+            logical_ids: the whole prompt as it was sent.
+            effective_ids: the whole prompt as the server expanded it.
+            ranges: all placeholder ranges of the prompt, absolute, in order.
+            reply: the parsed answer.
+            sampled_ids, logprobs: the answer's tokens and their log-probabilities, equally long.
+            policy_version: of the weights that sampled.
+            finish_reason: `stop` or `length`.
+        Raises:
+            PlaceholderMismatch: the answer does not fit; the trace is unchanged.
+        """
+        where = f"trace {self.trace_id}, turn {sum(node.finish_reason is not None for node in self.nodes)}"
+        if len(sampled_ids) != len(logprobs):
+            raise PlaceholderMismatch(f"{where}: {len(sampled_ids)} sampled tokens but {len(logprobs)} logprobs.")
+        slots = align_expansion(logical_ids, effective_ids, ranges, self.placeholder_ids, where=where)
+        history, logical_history = len(self.effective_ids), len(self.logical_ids)
+        if list(effective_ids[:history]) != self.effective_ids:
+            raise PlaceholderMismatch(
+                f"{where}: the server's prompt does not start with the {history} tokens of the turns before."
+            )
+        nodes = list(self.nodes)
+        parent, start = self.leaf, history
+        logical_start = logical_history
+        for message, logical_end in zip(messages, message_ends, strict=True):
+            inside = [r for s, r in zip(slots, ranges, strict=True) if logical_start <= s < logical_end]
+            end = start + (logical_end - logical_start) + sum(r.length - 1 for r in inside)
+            num_images = sum(1 for _ in iter_images([message]))
+            if len(inside) != num_images:
+                raise PlaceholderMismatch(
+                    f"{where}: the {message.role} message has {num_images} pictures, its tokens {len(inside)} ranges."
+                )
+            nodes.append(
+                MessageNode(
+                    parent=parent,
+                    message=message,
+                    token_ids=tuple(effective_ids[start:end]),
+                    mask=(False,) * (end - start),
+                    ranges=tuple(PlaceholderRange(offset=r.offset - start, length=r.length) for r in inside),
+                )
+            )
+            parent, start, logical_start = len(nodes) - 1, end, logical_end
+        lead = tuple(effective_ids[start:])
+        nodes.append(
+            MessageNode(
+                parent=parent,
+                message=reply,
+                token_ids=lead + tuple(sampled_ids),
+                mask=(False,) * len(lead) + (True,) * len(sampled_ids),
+                logprobs=tuple(logprobs),
+                policy_version=policy_version,
+                finish_reason=finish_reason,
+            )
+        )
+        self.nodes = nodes
+        self.leaf = len(nodes) - 1
+        self.logical_ids = [*logical_ids, *sampled_ids]
+        self.effective_ids = [*effective_ids, *sampled_ids]

@@ -1,0 +1,1 @@
+"""Micro batches become new weights: pixels are made late, logprobs recomputed, the loss stepped, weights published."""

@@ -1,0 +1,58 @@
+"""AdamW, gradient clipping, and a learning rate that rises and falls linearly."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from latepix.config.schema import OptimConfig
+from latepix.errors import NonFiniteLoss
+
+
+def lr_factor(step: int, *, warmup_steps: int, total_steps: int, final_frac: float) -> float:
+    """Return the learning rate of a step over its peak.
+
+    Worked example with warmup 2, total 6, final 0.2: 0.5, 1.0, 1.0, 0.733, 0.467, 0.2.
+    """
+    if step < warmup_steps:
+        return (step + 1) / warmup_steps
+    last = total_steps - 1
+    if last <= warmup_steps:
+        return 1.0
+    return 1.0 - (1.0 - final_frac) * (step - warmup_steps) / (last - warmup_steps)
+
+
+class Optimizer:
+    """One optimizer step at a time."""
+
+    def __init__(self, model: nn.Module, config: OptimConfig, *, total_steps: int) -> None:
+        self._config = config
+        self._total_steps = total_steps
+        self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._adamw = torch.optim.AdamW(
+            self._parameters, lr=config.lr, betas=config.betas, weight_decay=config.weight_decay, fused=True
+        )
+
+    def step(self, step: int) -> dict[str, float]:
+        """Clip the gradients, take a step, clear the gradients.
+
+        Raises:
+            NonFiniteLoss: the gradient is NaN or infinite; the weights are unchanged.
+        """
+        norm = torch.nn.utils.clip_grad_norm_(self._parameters, self._config.max_grad_norm)
+        if not torch.isfinite(norm):
+            raise NonFiniteLoss(
+                f"Step {step}: the gradient's norm is {float(norm)}. The step was refused and its batch kept; lower "
+                "trainer.optim.lr or look at the batch's rewards and logprobs."
+            )
+        factor = lr_factor(
+            step,
+            warmup_steps=self._config.warmup_steps,
+            total_steps=self._total_steps,
+            final_frac=self._config.final_lr_frac,
+        )
+        for group in self._adamw.param_groups:
+            group["lr"] = self._config.lr * factor
+        self._adamw.step()
+        self._adamw.zero_grad(set_to_none=True)
+        return {"optim/grad_norm": float(norm), "optim/lr": self._config.lr * factor}

@@ -1,0 +1,67 @@
+"""Files that are either there in full or not at all."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from latepix.errors import TransportError
+
+#: How often a waiting process looks, seconds.
+POLL_S = 0.004
+_T = TypeVar("_T")
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    """Write a file aside, flush it to the disk, and rename it into place.
+
+    Raises:
+        TransportError: the disk refused; says how much was wanted and how much is free. Nothing is left behind.
+    """
+    partial = path.with_name(path.name + ".tmp")
+    try:
+        with partial.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise disk_error(path, error, len(data)) from error
+
+
+def disk_error(path: Path, error: OSError, num_bytes: int) -> TransportError:
+    """Explain a failed write."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        try:
+            free = f"{shutil.disk_usage(path.parent).free} bytes are free"
+        except OSError:
+            free = "free space unknown"
+        return TransportError(
+            f"The disk is full: writing {num_bytes} bytes to {path} failed ({free}). Free some space or choose another "
+            "output_dir; the run can then be started again."
+        )
+    return TransportError(f"Cannot write {num_bytes} bytes to {path}: {error.strerror or error}.")
+
+
+def wait_for(look: Callable[[], _T | None], *, what: str, timeout_s: float) -> _T:
+    """Call `look` until it returns something.
+
+    Args:
+        look: returns None while there is nothing.
+        what: names what is waited for, for the error.
+        timeout_s: seconds until it is given up.
+    Raises:
+        TransportError: nothing came in time.
+    """
+    deadline = time.monotonic() + timeout_s
+    while (found := look()) is None:
+        if time.monotonic() > deadline:
+            raise TransportError(f"Waited {timeout_s:g} s for {what}, in vain (trainer.wait_timeout_s).")
+        time.sleep(POLL_S)
+    return found

@@ -1,0 +1,52 @@
+"""Batches from the orchestrator to the trainer, through a folder both can see.
+
+`batches/step_000003.msgpack` appears at once and in full; the trainer removes it when the step's weights are out, so
+what lies there is what has not been trained.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from latepix.errors import TransportError
+from latepix.trace.training import Batch, decode_batch, encode_batch
+from latepix.transport.files import wait_for, write_bytes
+
+
+class BatchFolder:
+    """Both ends of the folder."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.path = run_dir / "batches"
+        self.path.mkdir(parents=True, exist_ok=True)
+
+    def send(self, batch: Batch) -> int:
+        """Write a batch; returns its size in bytes.
+
+        Raises:
+            TransportError: the disk refused.
+        """
+        data = encode_batch(batch)
+        write_bytes(self._file(batch.step), data)
+        return len(data)
+
+    def receive(self, step: int, *, timeout_s: float) -> Batch:
+        """Wait for a step's batch and read it; it stays until `done`.
+
+        Raises:
+            TransportError: it did not come in time.
+            SchemaMismatch: it is damaged or of another wire version.
+        """
+        path = self._file(step)
+        wait_for(lambda: path if path.exists() else None, what=f"the batch of step {step} ({path})", timeout_s=timeout_s)
+        batch = decode_batch(path.read_bytes(), where=str(path))
+        if batch.step != step:
+            raise TransportError(f"{path} holds the batch of step {batch.step}.")
+        return batch
+
+    def done(self, step: int) -> None:
+        """Remove a step's batch."""
+        self._file(step).unlink(missing_ok=True)
+
+    def _file(self, step: int) -> Path:
+        return self.path / f"step_{step:06d}.msgpack"
