@@ -23,7 +23,7 @@ install: .venv/.installed ## make .venv and install everything (quick when nothi
 .venv/.installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet -c constraints.txt uv
-	$(BIN)/uv pip install -p $(BIN)/python $(INDEX) $(FIND_LINKS) -c constraints.txt -e '.[dev]'
+	$(BIN)/uv pip install --compile-bytecode -p $(BIN)/python $(INDEX) $(FIND_LINKS) -c constraints.txt -e '.[dev]'
 	touch $@
 
 fmt: install ## format the code and fix what can be fixed

@@ -12,6 +12,7 @@ from typing import TypeVar
 from latepix.config.loader import load_config
 from latepix.config.schema import RunConfig, SftConfig
 from latepix.errors import LatepixError
+from latepix.families.model_info import read_model_info
 from latepix.processes import die_with_parent
 from latepix.report.console import print_error
 
@@ -57,6 +58,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
+# `read_model_info` comes before torch and transformers: a wrong model folder is told in a second, not in ten.
+
+
 def _configured(cls: type[ConfigT], args: list[str], name: str, run: Callable[[ConfigT], object]) -> int:
     config = load_config(cls, args, prog=f"latepix {name}")
     if config.dry_run:
@@ -77,6 +81,7 @@ def _rl(args: list[str]) -> int:
 
 def _sft(args: list[str]) -> int:
     def run(config: SftConfig) -> None:
+        read_model_info(config.model.path)
         _quiet_transformers()
         from latepix.sft import run_sft
 
@@ -96,6 +101,7 @@ def _eval(args: list[str]) -> int:
 
 def _serve(args: list[str]) -> int:
     def run(config: RunConfig) -> None:
+        read_model_info(config.model.path)
         _quiet_transformers()
         from latepix.serve import run_server
 
@@ -115,6 +121,7 @@ def _orchestrate(args: list[str]) -> int:
 
 def _train(args: list[str]) -> int:
     def run(config: RunConfig) -> None:
+        read_model_info(config.model.path)
         _quiet_transformers()
         from latepix.trainer.loop import run_trainer
 

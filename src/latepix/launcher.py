@@ -7,14 +7,14 @@ import contextlib
 import json
 import signal
 import time
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Generator
 from types import FrameType
 from typing import Any
 
 from latepix.config.loader import write_config
 from latepix.config.schema import RunConfig
 from latepix.environments.base import load_environment
+from latepix.errors import ProcessFailed
 from latepix.families.model_info import read_model_info
 from latepix.inference.client import InferenceClient, wait_until_healthy
 from latepix.inference.render import MessageRenderer
@@ -46,7 +46,7 @@ def run_rl(config: RunConfig) -> dict[str, Any]:
     new_run_folder(config.output_dir)
     path = write_config(config, config.output_dir)
     title = f"latepix rl  {config.output_dir}  ({config.environment.type}, {config.model.path})"
-    with _children() as children, RunConsole(title, config.steps) as console:
+    with _children() as children, RunConsole(title, config.steps, done_key="time/publish_s") as console:
         logs = config.output_dir / "logs"
         threads = config.trainer.num_threads
         inference = Child("inference", ["serve", "@", str(path)], logs, num_threads=threads)
@@ -60,7 +60,7 @@ def run_rl(config: RunConfig) -> dict[str, Any]:
             for child in children:
                 child.check()
             if inference.exit_code == 0:
-                raise_early_end(inference)
+                raise ProcessFailed(f"The inference process ended before the run did. Its log: {inference.log_path}")
             rows = read_metrics(config.output_dir / "metrics.jsonl")
             if rows:
                 console.status(_what_now(rows, config))
@@ -76,22 +76,15 @@ def run_rl(config: RunConfig) -> dict[str, Any]:
     return summary
 
 
-def raise_early_end(child: Child) -> None:
-    """Report a server that ended although nobody stopped it."""
-    from latepix.errors import ProcessFailed
-
-    raise ProcessFailed(f"The {child.name} process ended before the run did. Its log: {child.log_path}")
-
-
 def run_eval(config: RunConfig) -> dict[str, Any]:
-    """Measure the greedy reward of a model on `eval.split`, and write `eval.json` and the traces.
+    """Measure the greedy reward of a model on `eval.split`; everything goes to `eval/` of the run folder.
 
     Returns:
-        What `eval.json` holds.
+        What `eval/eval.json` holds.
     """
     config = _with_port(config)
+    config = config.model_copy(update={"output_dir": config.output_dir / "eval"})
     check_inputs(config)
-    config.output_dir.mkdir(parents=True, exist_ok=True)
     path = write_config(config, config.output_dir)
     with _children() as children:
         inference = Child("inference", ["serve", "@", str(path)], config.output_dir / "logs")
@@ -134,14 +127,14 @@ def check_inputs(config: RunConfig) -> None:
         ConfigError: names what is wrong.
     """
     info = read_model_info(config.model.path)
-    load_environment(config.environment, picture_door(config.images, info)).task("train", 0)
+    load_environment(config.environment, picture_door(config.images, info))
 
 
 def _with_port(config: RunConfig) -> RunConfig:
     """Fix the port, so that every process reads the same one."""
     port = free_port(config.inference.host, config.inference.port)
     inference = config.inference.model_copy(update={"port": port})
-    return config.model_copy(update={"inference": inference, "output_dir": Path(config.output_dir)})
+    return config.model_copy(update={"inference": inference})
 
 
 def _what_now(rows: list[dict[str, float]], config: RunConfig) -> str:
@@ -150,7 +143,7 @@ def _what_now(rows: list[dict[str, float]], config: RunConfig) -> str:
 
 
 @contextlib.contextmanager
-def _children() -> Iterator[list[Child]]:
+def _children() -> Generator[list[Child]]:
     """Collect children and stop them all on the way out, whatever happens."""
     children: list[Child] = []
 

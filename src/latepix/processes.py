@@ -117,15 +117,16 @@ def bind(host: str, port: int) -> socket.socket:
     Raises:
         ConfigError: it is in use or not ours.
     """
-    sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    # With the protocol named, asyncio turns Nagle's algorithm off; without, every small answer may wait 40 ms.
+    sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         sock.bind((host, port))
     except OSError as error:
         sock.close()
         raise ConfigError(
-            f"inference.host, inference.port: cannot listen on {host}:{port}: {error.strerror or error}. Stop what uses "
-            "the port, choose another one, or set inference.port = 0 for a free one."
+            f"inference.host, inference.port: cannot listen on {host}:{port}: {error.strerror or error}. Stop what "
+            "uses the port, choose another one, or set inference.port = 0 for a free one."
         ) from error
     return sock
 

@@ -19,22 +19,22 @@ def run_server(config: RunConfig) -> None:
         ConfigError: the port is taken, or the model cannot be loaded.
     """
     inference = config.inference
-    sock = bind(inference.host, inference.port)
-    torch.set_num_threads(config.trainer.num_threads)
-    engine = LocalEngine(
-        config.model.path,
-        dtype=torch_dtype(config.model.dtype),
-        device="cuda" if torch.cuda.is_available() else "cpu",
-        max_model_len=inference.max_model_len,
-    )
-    thread = EngineThread(
-        engine, max_batch_size=inference.max_batch_size, batch_window_s=inference.batch_window_ms / 1000
-    )
-    print(f"serving {config.model.path} on http://{inference.host}:{sock.getsockname()[1]}", flush=True)
-    server = uvicorn.Server(
-        uvicorn.Config(build_app(thread), log_level="warning", access_log=False, timeout_graceful_shutdown=2)
-    )
-    try:
-        server.run(sockets=[sock])
-    finally:
-        thread.stop()
+    with bind(inference.host, inference.port) as sock:
+        torch.set_num_threads(config.trainer.num_threads)
+        engine = LocalEngine(
+            config.model.path,
+            dtype=torch_dtype(config.model.dtype),
+            device="cuda" if torch.cuda.is_available() else "cpu",
+            max_model_len=inference.max_model_len,
+        )
+        thread = EngineThread(
+            engine, max_batch_size=inference.max_batch_size, batch_window_s=inference.batch_window_ms / 1000
+        )
+        print(f"serving {config.model.path} on http://{inference.host}:{sock.getsockname()[1]}", flush=True)
+        server = uvicorn.Server(
+            uvicorn.Config(build_app(thread), log_level="warning", access_log=False, timeout_graceful_shutdown=2)
+        )
+        try:
+            server.run(sockets=[sock])
+        finally:
+            thread.stop()

@@ -209,6 +209,11 @@ class RunConfig(_Command):
                 f"sampling.max_tokens ({self.sampling.max_tokens}) must be below inference.max_model_len "
                 f"({self.inference.max_model_len})"
             )
+        if self.orchestrator.group_size > self.inference.max_batch_size:
+            raise ValueError(
+                f"orchestrator.group_size ({self.orchestrator.group_size}) must not exceed inference.max_batch_size "
+                f"({self.inference.max_batch_size}): a group is one request"
+            )
         if self.trainer.optim.warmup_steps > self.steps:
             raise ValueError(
                 f"trainer.optim.warmup_steps ({self.trainer.optim.warmup_steps}) must not exceed steps ({self.steps})"

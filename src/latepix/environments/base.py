@@ -107,8 +107,8 @@ def load_environment(config: EnvironmentConfig, ingest: Ingest) -> Environment:
     if ":" not in config.type:
         if config.type not in _BUILT_IN:
             raise ConfigError(
-                f"environment.type: {config.type!r} is unknown. Known: {', '.join(sorted(_BUILT_IN))}, or `module:Class` "
-                "for one of your own."
+                f"environment.type: {config.type!r} is unknown. Known: {', '.join(sorted(_BUILT_IN))}, or "
+                "`module:Class` for one of your own."
             )
         path = _BUILT_IN[config.type]
     else:
@@ -116,8 +116,9 @@ def load_environment(config: EnvironmentConfig, ingest: Ingest) -> Environment:
     module_name, _, class_name = path.partition(":")
     try:
         cls: Any = getattr(importlib.import_module(module_name), class_name)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"environment.type: cannot import {path}: {error}.") from error
+    except Exception as error:
+        # A module of the user's own may raise anything while it is imported.
+        raise ConfigError(f"environment.type: cannot import {path}: {type(error).__name__}: {error}.") from error
     if not (isinstance(cls, type) and issubclass(cls, Environment)):
         raise ConfigError(f"environment.type: {path} is not a subclass of latepix.environments.base.Environment.")
     return cls(config, ingest)

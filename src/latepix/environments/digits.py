@@ -1,4 +1,4 @@
-"""Real handwriting: the 1,797 digits of 8 x 8 pixels that scikit-learn ships (13 writers, the test set of UCI optdigits).
+"""Real handwriting: the 1,797 digits of 8 x 8 pixels that scikit-learn ships (13 writers, UCI optdigits).
 
 `digits` shows one digit and asks which it is. `digit-sum` shows two and asks for their sum. The splits are by
 picture and fixed: 1,197 to train, 240 to validate (tuning looks only at these), 360 to test.

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 import torch
 from PIL import Image
-from torch import nn
+from transformers import PreTrainedModel
 
 from latepix.families.model_info import ModelInfo
 
@@ -57,7 +57,7 @@ class Adapter(Protocol):
 
     forward_policy: ForwardPolicy
 
-    def load_model(self, path: Path, *, dtype: torch.dtype, device: str) -> nn.Module:
+    def load_model(self, path: Path, *, dtype: torch.dtype, device: str) -> PreTrainedModel:
         """Load the Hugging Face class of the family, in eval mode, with sdpa attention."""
         ...
 
@@ -81,13 +81,13 @@ class Adapter(Protocol):
         """
         ...
 
-    def encode_images(self, model: nn.Module, images: Sequence[ProcessedImage]) -> Any:
+    def encode_images(self, model: PreTrainedModel, images: Sequence[ProcessedImage]) -> Any:
         """Run the vision tower once over distinct pictures; the result is opaque to the caller."""
         ...
 
     def forward_hidden(
         self,
-        model: nn.Module,
+        model: PreTrainedModel,
         *,
         input_ids: torch.Tensor,
         position_ids: torch.Tensor,
@@ -109,15 +109,15 @@ class Adapter(Protocol):
         """
         ...
 
-    def lm_head(self, model: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+    def lm_head(self, model: PreTrainedModel, hidden: torch.Tensor) -> torch.Tensor:
         """Return logits [..., V] of hidden states [..., D]."""
         ...
 
-    def hub_state_dict(self, model: nn.Module) -> dict[str, torch.Tensor]:
+    def hub_state_dict(self, model: PreTrainedModel) -> dict[str, torch.Tensor]:
         """Return the weights under the names and layouts of the family's hub checkpoints, tied ones once."""
         ...
 
-    def load_hub_state_dict(self, model: nn.Module, tensors: dict[str, torch.Tensor]) -> None:
+    def load_hub_state_dict(self, model: PreTrainedModel, tensors: dict[str, torch.Tensor]) -> None:
         """Copy weights in hub layout into the model; all or nothing.
 
         Raises:

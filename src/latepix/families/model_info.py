@@ -46,7 +46,7 @@ class ModelInfo(msgspec.Struct, frozen=True):
 
     def num_image_tokens(self, image: InlineImage) -> int:
         """Return how many placeholder tokens the picture takes."""
-        width, height = self.grid.size(image.width, image.height)
+        width, height = self.grid.processed_size(image.width, image.height)
         return (width // self.grid.factor) * (height // self.grid.factor)
 
 

@@ -5,6 +5,7 @@ Source of the classes: transformers `models/qwen3_vl/modeling_qwen3_vl.py`.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
-from torch import nn
-from transformers import AutoModelForImageTextToText
+from transformers import AutoModelForImageTextToText, PreTrainedModel
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from latepix.errors import CheckpointError, ConfigError, PlaceholderMismatch
@@ -26,7 +26,7 @@ class QwenVLAdapter:
 
     forward_policy = ForwardPolicy(positions="mrope", layouts=("packed", "padded"))
 
-    def load_model(self, path: Path, *, dtype: torch.dtype, device: str) -> nn.Module:
+    def load_model(self, path: Path, *, dtype: torch.dtype, device: str) -> PreTrainedModel:
         """Load the model of a folder, in eval mode, with sdpa attention."""
         try:
             model = AutoModelForImageTextToText.from_pretrained(
@@ -64,7 +64,7 @@ class QwenVLAdapter:
         positions = np.empty((3, len(mm_token_type_ids)), dtype=np.int64)
         at = position = slot = 0
         runs = np.flatnonzero(np.diff(mm_token_type_ids, prepend=mm_token_type_ids[:1] ^ 1, append=2))
-        for start, end in zip(runs[:-1], runs[1:], strict=True):
+        for start, end in itertools.pairwise(runs):
             if not mm_token_type_ids[start]:
                 positions[:, start:end] = np.arange(position, position + end - start)
                 position += end - start
@@ -79,7 +79,8 @@ class QwenVLAdapter:
                 length = t * rows * columns
                 if at + length > end:
                     raise PlaceholderMismatch(
-                        f"Slot {slot}: grid {(t, h, w)} with merge {merge} needs {length} tokens, the run has {end - at}."
+                        f"Slot {slot}: grid {(t, h, w)} with merge {merge} needs {length} tokens, the run has "
+                        f"{end - at}."
                     )
                 axes = np.indices((t, rows, columns)).reshape(3, length)
                 positions[:, at : at + length] = axes + position
@@ -90,7 +91,7 @@ class QwenVLAdapter:
             raise PlaceholderMismatch(f"{len(grids)} grids, but picture tokens for {slot}.")
         return positions
 
-    def encode_images(self, model: nn.Module, images: Sequence[ProcessedImage]) -> Any:
+    def encode_images(self, model: PreTrainedModel, images: Sequence[ProcessedImage]) -> Any:
         """Run the vision tower once over distinct pictures.
 
         Returns:
@@ -99,11 +100,11 @@ class QwenVLAdapter:
         device = next(model.parameters()).device
         pixel_values = torch.cat([image.pixel_values for image in images]).to(device)
         grids = torch.tensor([image.grid_thw for image in images], device=device)
-        return model.model.get_image_features(pixel_values, grids, return_dict=True)
+        return _inner(model).get_image_features(pixel_values, grids, return_dict=True)
 
     def forward_hidden(
         self,
-        model: nn.Module,
+        model: PreTrainedModel,
         *,
         input_ids: torch.Tensor,
         position_ids: torch.Tensor,
@@ -116,7 +117,7 @@ class QwenVLAdapter:
         features = None
         if encoded is not None:
             features = {"image": _scatter(encoded, slot_images)}
-        output = model.model(
+        output = _inner(model)(
             input_ids=input_ids,
             position_ids=position_ids,
             attention_mask=attention_mask,
@@ -126,18 +127,18 @@ class QwenVLAdapter:
         )
         return output.last_hidden_state
 
-    def lm_head(self, model: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+    def lm_head(self, model: PreTrainedModel, hidden: torch.Tensor) -> torch.Tensor:
         """Return logits [..., V] of hidden states [..., D]."""
-        return model.lm_head(hidden)
+        return model.get_output_embeddings()(hidden)
 
-    def hub_state_dict(self, model: nn.Module) -> dict[str, torch.Tensor]:
+    def hub_state_dict(self, model: PreTrainedModel) -> dict[str, torch.Tensor]:
         """Return the weights as `save_pretrained` names them; a tied output layer is left out."""
         tensors = {name: tensor.detach() for name, tensor in model.state_dict().items()}
         if model.config.tie_word_embeddings:
             tensors.pop("lm_head.weight", None)
         return tensors
 
-    def load_hub_state_dict(self, model: nn.Module, tensors: dict[str, torch.Tensor]) -> None:
+    def load_hub_state_dict(self, model: PreTrainedModel, tensors: dict[str, torch.Tensor]) -> None:
         """Copy weights in hub layout into the model, all or nothing."""
         own = self.hub_state_dict(model)
         missing, unknown = sorted(own.keys() - tensors.keys()), sorted(tensors.keys() - own.keys())
@@ -150,6 +151,11 @@ class QwenVLAdapter:
         with torch.no_grad():
             for name, tensor in own.items():
                 tensor.copy_(tensors[name])
+
+
+def _inner(model: PreTrainedModel) -> Any:
+    """Return the model below the output layer; its class is another one in every family."""
+    return model.base_model
 
 
 def _scatter(encoded: Any, slot_images: Sequence[int]) -> Any:

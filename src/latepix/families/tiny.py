@@ -60,7 +60,7 @@ _WORDS = (
     "system user assistant which digit is shown in the picture answer with one sum of two digits first second what "
     "number colour red green blue yellow square square shows code word letter read count add and to a it next turn "
     "yes no left right above below zero three four five six seven eight nine ten click at point step reward"
-).split()
+)
 
 
 class TinySize(msgspec.Struct, frozen=True):
@@ -106,9 +106,7 @@ def make_tiny(family: str, out: Path, *, seed: int = 0, size: TinySize | None = 
         ConfigError: the family is unknown, or `out` already holds something.
     """
     if family not in _BUILDERS:
-        raise ConfigError(
-            f"--family: no tiny model for family {family!r}. Known: {', '.join(sorted(_BUILDERS))}."
-        )
+        raise ConfigError(f"--family: no tiny model for family {family!r}. Known: {', '.join(sorted(_BUILDERS))}.")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out} already exists and is not an empty folder; choose another one or remove it.")
     out.mkdir(parents=True, exist_ok=True)
@@ -119,7 +117,7 @@ def make_tiny(family: str, out: Path, *, seed: int = 0, size: TinySize | None = 
 def _corpus() -> Iterator[str]:
     rng = np.random.default_rng(0)
     for _ in range(3000):
-        words = rng.choice(_WORDS, size=int(rng.integers(3, 12)))
+        words = rng.choice(_WORDS.split(), size=int(rng.integers(3, 12)))
         yield " ".join(words) + str(rng.choice([".", "?", "\n", "!", ":"])) + str(rng.integers(0, 100))
 
 
@@ -151,7 +149,8 @@ def _write_tokenizer(out: Path, vocab_tokens: int) -> dict[str, int]:
         clean_up_tokenization_spaces=False,
         chat_template=_CHAT_TEMPLATE,
     ).save_pretrained(out)
-    return {token: tokenizer.token_to_id(token) for token in (*_SPECIAL, *_MARKERS)}
+    vocab = tokenizer.get_vocab()
+    return {token: vocab[token] for token in (*_SPECIAL, *_MARKERS)}
 
 
 def _write_qwen_processor(out: Path, size: TinySize) -> None:

@@ -11,11 +11,13 @@ import asyncio
 import itertools
 import math
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import httpx
+import aiohttp
 import msgspec
 
 from latepix.errors import InferenceError, ProcessFailed, StaleWeights, TransportError
@@ -33,6 +35,10 @@ from latepix.trace.refs import PlaceholderRange
 
 #: A logit bias this low bans a token: vLLM clamps biases to 100, and exp(-100) is never drawn.
 BAN_BIAS = -100.0
+
+
+#: Idle connections are closed by us: uvicorn (and so vLLM) drops them after 5 s, and a request sent just then is lost.
+_KEEPALIVE_S = 3.0
 
 
 class Prompt(msgspec.Struct, frozen=True):
@@ -59,7 +65,7 @@ class Generation(msgspec.Struct, frozen=True):
         token_ids: sampled ids, the stop id included.
         logprobs: [len(token_ids)] nats.
         finish_reason: `stop` or `length`.
-        policy_version: oldest weights that sampled one of the tokens; None if the server does not say.
+        policy_version: oldest weights that sampled one of the tokens; None if neither server nor client knows.
     """
 
     prompt_token_ids: list[int]
@@ -84,18 +90,16 @@ class InferenceClient:
         self.base_url = base_url
         self._stop_ids = list(stop_ids)
         self._bans = {str(token): BAN_BIAS for token in banned_ids}
-        self._http = httpx.AsyncClient(
-            base_url=base_url,
-            timeout=timeout_s,
-            limits=httpx.Limits(max_connections=128, max_keepalive_connections=128),
-        )
+        self._timeout_s = timeout_s
+        self._session: aiohttp.ClientSession | None = None
         self._waiting: dict[tuple[Any, ...], list[_Waiting]] = {}
         self._sending: set[asyncio.Task[None]] = set()
         self._policy_version: int | None = None
 
     async def close(self) -> None:
         """Close the connections."""
-        await self._http.aclose()
+        if self._session is not None:
+            await self._session.close()
 
     async def generate(self, prompt: Prompt, sampling: Sampling) -> Generation:
         """Sample one answer.
@@ -159,22 +163,18 @@ class InferenceClient:
         )
         where = f"{self.base_url}/inference/v1/generate"
         try:
-            answer = await self._http.post(
-                "/inference/v1/generate",
-                content=msgspec.json.encode(request),
-                headers={"content-type": "application/json"},
-            )
-        except httpx.HTTPError as error:
+            status, content = await self._call("POST", "/inference/v1/generate", msgspec.json.encode(request))
+        except (aiohttp.ClientError, TimeoutError) as error:
             raise InferenceError(
                 f"{where} did not answer ({type(error).__name__}: {error}). Is the inference server running?"
             ) from error
-        if answer.status_code != 200:
-            raise InferenceError(f"{where} answered HTTP {answer.status_code}: {_server_message(answer)}")
+        if status != 200:
+            raise InferenceError(f"{where} answered HTTP {status}: {_server_message(content)}")
         try:
-            response = msgspec.json.decode(answer.content, type=GenerateResponse)
+            response = msgspec.json.decode(content, type=GenerateResponse)
         except msgspec.MsgspecError as error:
             raise InferenceError(f"{where} answered something that is not a generate response: {error}.") from error
-        return _check_response(response, prompt, n, where)
+        return _check_response(response, prompt, n, where, self._policy_version)
 
     async def update_weights(self, path: Path, policy_version: int) -> None:
         """Let the server load a weights folder and report `policy_version` from then on.
@@ -204,22 +204,39 @@ class InferenceClient:
 
     async def policy_version(self) -> int | None:
         """Return the version of the weights that are served, None if it is not one of ours."""
-        answer = await self._http.get("/weight_info")
-        answer.raise_for_status()
-        return policy_version_of(str(answer.json()["weight_version"]))
+        return policy_version_of(str(msgspec.json.decode(await self._get("/weight_info"))["weight_version"]))
 
     async def peak_rss_bytes(self) -> int | None:
         """Return the local server's largest resident memory; None if the server does not say."""
-        answer = await self._http.get("/health")
-        return answer.json().get("peak_rss_bytes") if answer.content else None
+        content = await self._get("/health")
+        return msgspec.json.decode(content).get("peak_rss_bytes") if content else None
+
+    async def _get(self, route: str) -> bytes:
+        return await self._control("GET", route, None)
 
     async def _post(self, route: str, body: dict[str, Any] | None) -> None:
+        await self._control("POST", route, None if body is None else msgspec.json.encode(body))
+
+    async def _control(self, method: str, route: str, body: bytes | None) -> bytes:
         try:
-            answer = await self._http.post(route, json=body) if body is not None else await self._http.post(route)
-        except httpx.HTTPError as error:
+            status, content = await self._call(method, route, body)
+        except (aiohttp.ClientError, TimeoutError) as error:
             raise TransportError(f"{self.base_url}{route} did not answer ({type(error).__name__}: {error}).") from error
-        if answer.status_code != 200:
-            raise TransportError(f"{self.base_url}{route} answered HTTP {answer.status_code}: {_server_message(answer)}")
+        if status != 200:
+            raise TransportError(f"{self.base_url}{route} answered HTTP {status}: {_server_message(content)}")
+        return content
+
+    async def _call(self, method: str, route: str, body: bytes | None) -> tuple[int, bytes]:
+        """Send one request; returns the status and the body of the answer."""
+        if self._session is None:
+            # Made here, not in __init__: it belongs to the event loop that runs now.
+            connector = aiohttp.TCPConnector(limit=128, keepalive_timeout=_KEEPALIVE_S)
+            self._session = aiohttp.ClientSession(
+                connector=connector, timeout=aiohttp.ClientTimeout(total=self._timeout_s)
+            )
+        headers = {"content-type": "application/json"} if body is not None else None
+        async with self._session.request(method, self.base_url + route, data=body, headers=headers) as answer:
+            return answer.status, await answer.read()
 
 
 def wait_until_healthy(base_url: str, *, timeout_s: float, check: Callable[[], None] = lambda: None) -> None:
@@ -237,12 +254,12 @@ def wait_until_healthy(base_url: str, *, timeout_s: float, check: Callable[[], N
     while time.monotonic() < deadline:
         check()
         try:
-            answer = httpx.get(f"{base_url}/health", timeout=5.0)
-            if answer.status_code == 200:
+            with urllib.request.urlopen(f"{base_url}/health", timeout=5.0):
                 return
-            last = f"HTTP {answer.status_code}"
-        except httpx.HTTPError as error:
-            last = type(error).__name__
+        except urllib.error.HTTPError as error:
+            last = f"HTTP {error.code}"
+        except OSError as error:
+            last = str(error)
         time.sleep(0.05)
     raise ProcessFailed(
         f"The inference server at {base_url} did not become healthy within {timeout_s:g} s "
@@ -250,20 +267,21 @@ def wait_until_healthy(base_url: str, *, timeout_s: float, check: Callable[[], N
     )
 
 
-def _server_message(answer: httpx.Response) -> str:
+def _server_message(content: bytes) -> str:
     try:
-        body = answer.json()
-        return str(body["error"]["message"] if isinstance(body.get("error"), dict) else body)[:500]
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return answer.text[:500]
+        body = msgspec.json.decode(content)
+        message = body["error"]["message"] if isinstance(body["error"], dict) else body["error"]
+        return str(message)[:500]
+    except (msgspec.MsgspecError, KeyError, TypeError):
+        return content.decode("utf-8", errors="replace")[:500]
 
 
-def _check_response(response: GenerateResponse, prompt: Prompt, n: int, where: str) -> list[Generation]:
+def _check_response(
+    response: GenerateResponse, prompt: Prompt, n: int, where: str, last_version: int | None
+) -> list[Generation]:
     if response.prompt_token_ids is None:
         raise InferenceError(f"{where}: no prompt_token_ids in the answer. The server must be vLLM 0.30 or newer.")
-    placed = sorted(
-        (r for ranges in (response.mm_placeholders or {}).values() for r in ranges), key=lambda r: r.offset
-    )
+    placed = sorted((r for ranges in (response.mm_placeholders or {}).values() for r in ranges), key=lambda r: r.offset)
     ranges = [PlaceholderRange(offset=r.offset, length=r.length) for r in placed]
     if len(ranges) != len(prompt.images):
         raise InferenceError(f"{where}: {len(prompt.images)} pictures were sent, {len(ranges)} ranges came back.")
@@ -277,7 +295,7 @@ def _check_response(response: GenerateResponse, prompt: Prompt, n: int, where: s
             token_ids=choice.token_ids,
             logprobs=_check_logprobs(choice, where),
             finish_reason=choice.finish_reason or "stop",
-            policy_version=_oldest_version(choice),
+            policy_version=_oldest_version(choice, last_version),
         )
         for choice in choices
     ]
@@ -296,6 +314,7 @@ def _check_logprobs(choice: Choice, where: str) -> list[float]:
     return logprobs
 
 
-def _oldest_version(choice: Choice) -> int | None:
+def _oldest_version(choice: Choice, last_version: int | None) -> int | None:
+    """Return the oldest version that sampled a token; a server that does not say served what it was last given."""
     versions = [policy_version_of(span.version) for span in choice.weight_versions or ()]
-    return min((version for version in versions if version is not None), default=None)
+    return min((version for version in versions if version is not None), default=last_version)

@@ -14,15 +14,16 @@ padding, and later tokens mask it out.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
 import torch
 from safetensors.torch import load_file
-from torch import nn
-from transformers import DynamicCache
+from transformers import DynamicCache, PreTrainedModel
 
 from latepix.errors import CheckpointError, ImageError, InferenceError
 from latepix.families.base import ProcessedImage
@@ -31,6 +32,10 @@ from latepix.families.registry import get_adapter
 from latepix.inference.contract import GenerateRequest, SamplingParams
 from latepix.trace.ingress import ImageLimits, InlineImage, ingest_image
 from latepix.trace.refs import PlaceholderRange, expand_placeholders
+
+#: Below, float32 logits overflow when they are divided by it; 0 itself is greedy.
+_MIN_TEMPERATURE = 1e-3
+_MAX_TEMPERATURE = 100.0
 
 
 class BadRequest(InferenceError):
@@ -47,7 +52,7 @@ class PreparedPrompt(msgspec.Struct, frozen=True):
         ranges: one per picture slot.
         images: one per picture slot.
         position_ids: [A, T] int64.
-        sampling: as requested, with `max_tokens` filled in.
+        sampling: as requested, with `max_tokens` filled in and without bans that the engine makes anyway.
         key: equal for equal prompts.
     """
 
@@ -77,8 +82,9 @@ class LocalEngine:
         self.adapter = get_adapter(self.info.model_type)
         self.device = device
         self.max_model_len = min(max_model_len, self.info.max_position_embeddings)
-        self.model: nn.Module = self.adapter.load_model(model_path, dtype=dtype, device=device)
+        self.model: PreTrainedModel = self.adapter.load_model(model_path, dtype=dtype, device=device)
         self._processor = self.adapter.load_processor(model_path)
+        self._banned_ids = frozenset(self.info.banned_ids)
         self._banned = torch.tensor(self.info.banned_ids, dtype=torch.long, device=device)
         self._processed: dict[str, ProcessedImage] = {}
 
@@ -88,7 +94,13 @@ class LocalEngine:
         Raises:
             BadRequest: counts, ids, lengths or sampling parameters are wrong.
         """
-        num_slots = sum(token in self.info.placeholder_ids for token in request.token_ids)
+        others = set(self.info.placeholder_ids) - {self.info.image_placeholder_id}
+        if not others.isdisjoint(request.token_ids):
+            raise BadRequest(
+                f"token_ids holds placeholders of another medium ({sorted(others.intersection(request.token_ids))}); "
+                f"the local engine takes pictures only, placeholder {self.info.image_placeholder_id}."
+            )
+        num_slots = sum(token == self.info.image_placeholder_id for token in request.token_ids)
         if num_slots != len(request.content_parts):
             raise BadRequest(
                 f"token_ids has {num_slots} media placeholders, content_parts has {len(request.content_parts)} "
@@ -112,7 +124,7 @@ class LocalEngine:
             key=(ids.tobytes(), tuple(sha for sha, _ in images)),
         )
 
-    def _image(self, part: dict, index: int) -> tuple[str, ProcessedImage]:
+    def _image(self, part: dict[str, Any], index: int) -> tuple[str, ProcessedImage]:
         url = part.get("image_url") if part.get("type") == "image_url" else None
         url = url.get("url") if isinstance(url, dict) else url
         if not isinstance(url, str):
@@ -138,18 +150,35 @@ class LocalEngine:
         max_tokens = room if sampling.max_tokens is None else sampling.max_tokens
         if max_tokens < 1 or max_tokens > room:
             raise BadRequest(
-                f"The expanded prompt has {prompt_tokens} tokens and max_tokens is {sampling.max_tokens}; together they "
-                f"must fit into {self.max_model_len} (inference.max_model_len)."
+                f"The expanded prompt has {prompt_tokens} tokens and max_tokens is {sampling.max_tokens}; it must "
+                f"be at least 1, and together they must fit into {self.max_model_len} (inference.max_model_len)."
             )
-        if sampling.n < 1 or not 0 <= sampling.temperature <= 100:
-            raise BadRequest(f"n must be at least 1 and temperature in [0, 100], got {sampling.n}, {sampling.temperature}.")
+        if sampling.n < 1 or (sampling.seed is not None and sampling.seed < 0):
+            raise BadRequest(f"n must be at least 1 and seed at least 0, got {sampling.n} and {sampling.seed}.")
+        if sampling.temperature != 0 and not _MIN_TEMPERATURE <= sampling.temperature <= _MAX_TEMPERATURE:
+            raise BadRequest(
+                f"temperature must be 0 (greedy) or in [{_MIN_TEMPERATURE}, {_MAX_TEMPERATURE}], got "
+                f"{sampling.temperature}."
+            )
         if sampling.top_p != 1.0 or sampling.top_k not in (0, -1) or sampling.logprobs not in (None, 0, 1):
             raise BadRequest(
                 "The local engine samples from the full distribution: top_p must be 1, top_k 0 and logprobs at most 1."
             )
         if any(bias > -100 for bias in sampling.logit_bias.values()):
             raise BadRequest("The local engine takes bans only: logit_bias values must be -100 or lower.")
-        return msgspec.structs.replace(sampling, max_tokens=max_tokens)
+        bans = self._check_bans(sampling.logit_bias)
+        return msgspec.structs.replace(sampling, max_tokens=max_tokens, logit_bias=bans)
+
+    def _check_bans(self, logit_bias: dict[str, float]) -> dict[str, float]:
+        """Return the bans that go beyond the engine's own: clients repeat those, and each costs time in sampling."""
+        vocab_size = self.info.vocab_size
+        for key in logit_bias:
+            if not (key.isascii() and key.isdigit() and len(key) < 10) or int(key) >= vocab_size:
+                raise BadRequest(f"logit_bias: {key[:40]!r} is not a token id in [0, {vocab_size}).")
+        bans = {key: bias for key, bias in logit_bias.items() if int(key) not in self._banned_ids}
+        if len({int(key) for key in bans}) + len(self._banned_ids) == vocab_size:
+            raise BadRequest("logit_bias bans every token that may be sampled.")
+        return bans
 
     @torch.inference_mode()
     def generate(self, prompts: Sequence[PreparedPrompt]) -> list[list[Completion]]:
@@ -160,7 +189,7 @@ class LocalEngine:
         Returns:
             Per prompt, `sampling.n` completions.
         """
-        distinct: dict[tuple, int] = {}
+        distinct: dict[tuple[bytes, tuple[str, ...]], int] = {}
         for prompt in prompts:
             distinct.setdefault(prompt.key, len(distinct))
         firsts = {distinct[prompt.key]: prompt for prompt in reversed(prompts)}
@@ -304,10 +333,10 @@ class _Sequence:
         self.completion = Completion(token_ids=[], logprobs=[])
         self.is_finished = False
         seed = None if sampling.seed is None else sampling.seed + choice
-        self._uniforms = np.random.default_rng(seed)
+        self._uniforms = random.Random(seed)
 
     def next_uniform(self) -> float:
-        return float(self._uniforms.random())
+        return self._uniforms.random()
 
     def append(self, token: int, logprob: float) -> None:
         self.completion.token_ids.append(token)

@@ -44,6 +44,7 @@ from latepix.metrics import peak_rss_bytes
 MAX_BODY_BYTES = 512_000_000
 
 _Job = tuple[GenerateRequest, "Future[GenerateResponse]"]
+_Task = Callable[[], None]
 
 
 class EngineThread:
@@ -54,7 +55,7 @@ class EngineThread:
         self.weight_version = version_label(0)
         self._max_batch_size = max_batch_size
         self._batch_window_s = batch_window_s
-        self._inbox: queue.Queue[_Job | Callable[[], None] | None] = queue.Queue()
+        self._inbox: queue.Queue[_Job | _Task | None] = queue.Queue()
         self._running = threading.Event()
         self._running.set()
         self._staged: dict[str, torch.Tensor] | None = None
@@ -63,7 +64,16 @@ class EngineThread:
         self._thread.start()
 
     def submit(self, request: GenerateRequest) -> Future[GenerateResponse]:
-        """Queue a request."""
+        """Queue a request.
+
+        Raises:
+            BadRequest: it asks for more answers than the engine decodes together.
+        """
+        if request.sampling_params.n > self._max_batch_size:
+            raise BadRequest(
+                f"n is {request.sampling_params.n}; this server decodes at most {self._max_batch_size} sequences "
+                "together (inference.max_batch_size). Send several requests."
+            )
         answer: Future[GenerateResponse] = Future()
         self._inbox.put((request, answer))
         return answer
@@ -118,16 +128,16 @@ class EngineThread:
             item = self._next_item(waiting)
             if item is None:
                 return
-            if callable(item):
+            if not isinstance(item, list):
                 item()
                 continue
-            batch, num_sequences = [], 0
-            while waiting and (not batch or num_sequences < self._max_batch_size):
+            batch, room = [], self._max_batch_size
+            while waiting and (not batch or waiting[0][0].sampling_params.n <= room):
                 batch.append(waiting.pop(0))
-                num_sequences += max(1, batch[-1][0].sampling_params.n)
+                room -= batch[-1][0].sampling_params.n
             self._answer(batch)
 
-    def _next_item(self, waiting: list[_Job]) -> Callable[[], None] | list[_Job] | None:
+    def _next_item(self, waiting: list[_Job]) -> _Task | list[_Job] | None:
         """Return a task, None to stop, or `waiting` once it holds a batch that may run."""
         quiet_until = give_up_at = 0.0
         while True:
@@ -142,7 +152,7 @@ class EngineThread:
                 if self._running.is_set():
                     return waiting
                 continue
-            if item is None or callable(item):
+            if not isinstance(item, tuple):
                 return item
             waiting.append(item)
             quiet_until = time.monotonic() + self._batch_window_s
@@ -157,7 +167,8 @@ class EngineThread:
             try:
                 prepared.append((self.engine.prepare(request), answer))
             except Exception as error:
-                answer.set_exception(error)
+                # Whoever asked may be gone by now: a plain set_exception would end this thread.
+                _settle(answer, error=error)
         if not prepared:
             return
         try:
@@ -251,7 +262,8 @@ def build_app(engine_thread: EngineThread, *, served_model_name: str = "policy")
 
     async def update_weights(request: Request) -> Response:
         body = await _json_body(request)
-        path = (body.get("update_info") or {}).get("path")
+        info = body.get("update_info")
+        path = info.get("path") if isinstance(info, dict) else None
         if not isinstance(path, str):
             raise BadRequest('The body must be {"update_info": {"path": "<folder with safetensors>"}}.')
         await run_in_threadpool(engine_thread.stage_weights, Path(path))
@@ -259,6 +271,8 @@ def build_app(engine_thread: EngineThread, *, served_model_name: str = "policy")
 
     async def finish_update(request: Request) -> Response:
         version = (await _json_body(request)).get("weight_version")
+        if not isinstance(version, str | None):
+            raise BadRequest(f"weight_version must be text such as {version_label(3)!r}, got {version!r}.")
         await run_in_threadpool(engine_thread.finish_update, version)
         return _json({"message": "Weight update finished"})
 

@@ -15,10 +15,10 @@ from renderers import ToolCallParseStatus, create_renderer
 from renderers.configs import Qwen3VLRendererConfig
 from tokenizers import Tokenizer
 
-from latepix.errors import ConfigError
+from latepix.errors import ConfigError, PlaceholderMismatch
 from latepix.families.model_info import ModelInfo
 from latepix.families.registry import family_of
-from latepix.trace.messages import Message, TextPart
+from latepix.trace.messages import Message, TextPart, iter_images
 
 _RENDERER_CONFIGS = {"qwen3-vl": Qwen3VLRendererConfig}
 
@@ -76,13 +76,19 @@ class MessageRenderer:
         family = family_of(info.model_type)
         self.info = info
         self.tokenizer = TextTokenizer(info.path, info.stop_ids[0])
-        self._renderer = create_renderer(self.tokenizer, _RENDERER_CONFIGS[family.renderer]())
+        # Any: the package's protocol leaves `process_multimodal` out, which its renderers of pictures take.
+        self._renderer: Any = create_renderer(self.tokenizer, _RENDERER_CONFIGS[family.renderer]())
 
     def render(self, messages: Sequence[Message]) -> RenderedPrompt:
-        """Render a whole conversation, ready for the policy to answer."""
+        """Render a whole conversation, ready for the policy to answer.
+
+        Raises:
+            PlaceholderMismatch: the template leaves a picture out.
+        """
         rendered = self._renderer.render(
             [message.to_openai() for message in messages], add_generation_prompt=True, process_multimodal=False
         )
+        self._check_pictures(rendered.token_ids, messages)
         return RenderedPrompt(
             token_ids=list(rendered.token_ids),
             message_ends=_message_ends(rendered.message_indices, 0, len(messages)),
@@ -92,7 +98,11 @@ class MessageRenderer:
     def extend(
         self, prompt_ids: Sequence[int], sampled_ids: Sequence[int], messages: Sequence[Message]
     ) -> RenderedPrompt | None:
-        """Extend a played turn by new messages without touching its tokens; None if the template cannot."""
+        """Extend a played turn by new messages without touching its tokens; None if the template cannot.
+
+        Raises:
+            PlaceholderMismatch: the template leaves a picture out.
+        """
         rendered = self._renderer.bridge_to_next_turn(
             list(prompt_ids),
             list(sampled_ids),
@@ -104,6 +114,7 @@ class MessageRenderer:
         history = len(prompt_ids) + len(sampled_ids)
         if rendered.token_ids[:history] != [*prompt_ids, *sampled_ids]:
             return None
+        self._check_pictures(rendered.token_ids[history:], messages)
         return RenderedPrompt(
             token_ids=list(rendered.token_ids),
             message_ends=_message_ends(rendered.message_indices, history, len(messages)),
@@ -123,6 +134,15 @@ class MessageRenderer:
     def answer_ids(self, text: str) -> list[int]:
         """Return the tokens of an answer as a policy would have sampled it: the text and the end of the turn."""
         return [*self.tokenizer.encode(text), self.info.stop_ids[0]]
+
+    def _check_pictures(self, token_ids: Sequence[int], messages: Sequence[Message]) -> None:
+        num_placeholders = sum(token == self.info.image_placeholder_id for token in token_ids)
+        num_images = sum(1 for _ in iter_images(messages))
+        if num_placeholders != num_images:
+            raise PlaceholderMismatch(
+                f"The messages hold {num_images} pictures, their prompt {num_placeholders} placeholders. The template "
+                f"of {self.info.model_type} shows no pictures in some roles (system); move them to a user message."
+            )
 
 
 def _function(call: Any) -> dict[str, Any]:

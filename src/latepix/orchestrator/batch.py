@@ -26,8 +26,8 @@ def validate_sample(sample: TrainingSample, info: ModelInfo) -> None:
         expected = info.num_image_tokens(image)
         if expected != ref.length:
             raise PlaceholderMismatch(
-                f"{where}, slot {slot}: a picture of {image.width} x {image.height} needs {expected} tokens, the server "
-                f"placed {ref.length}. Server and trainer use different processor settings."
+                f"{where}, slot {slot}: a picture of {image.width} x {image.height} needs {expected} tokens, the "
+                f"server placed {ref.length}. Server and trainer use different processor settings."
             )
 
 

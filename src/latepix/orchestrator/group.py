@@ -45,21 +45,21 @@ def score_group(traces: Sequence[Trace], *, scale_by_std: bool) -> ScoredGroup:
 
 
 def check_failures(groups: Sequence[ScoredGroup], *, max_failed_frac: float, step: int) -> None:
-    """Stop the run if too many rollouts of a step failed.
+    """Stop the run if too many rollouts of a step failed, or all of them.
 
     Raises:
         RolloutError: says how many, and for which reasons, with one message each.
     """
     failed = [trace for group in groups for trace in group.failed]
     total = len(failed) + sum(len(group.traces) for group in groups)
-    if len(failed) <= max_failed_frac * total:
+    if not failed or (len(failed) < total and len(failed) <= max_failed_frac * total):
         return
     reasons = Counter(trace.failure.reason for trace in failed if trace.failure)
     examples = {trace.failure.reason: trace.failure.message for trace in reversed(failed) if trace.failure}
     lines = [f"  {count} x {reason}, for example: {examples[reason]}" for reason, count in reasons.most_common()]
     raise RolloutError(
-        f"Step {step}: {len(failed)} of {total} rollouts failed, more than orchestrator.max_failed_frac = "
-        f"{max_failed_frac:g} allows:\n" + "\n".join(lines) + "\nThey are in quarantine.jsonl."
+        f"Step {step}: {len(failed)} of {total} rollouts failed; a step may lose orchestrator.max_failed_frac = "
+        f"{max_failed_frac:g} of them, and never all:\n" + "\n".join(lines) + "\nThey are in quarantine.jsonl."
     )
 
 

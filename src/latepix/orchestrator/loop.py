@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from latepix.config.schema import RunConfig
-from latepix.environments.base import Environment, Split, Task, load_environment
+from latepix.environments.base import Environment, Split, load_environment
 from latepix.errors import TransportError
 from latepix.families.model_info import read_model_info
 from latepix.inference.client import InferenceClient, Sampling, wait_until_healthy
@@ -17,7 +17,7 @@ from latepix.inference.render import MessageRenderer
 from latepix.metrics import MetricsWriter, peak_rss_bytes
 from latepix.orchestrator.batch import prepare_batch, validate_sample
 from latepix.orchestrator.group import ScoredGroup, check_failures, rollout_metrics, score_group
-from latepix.orchestrator.rollout import RolloutSpec, play
+from latepix.orchestrator.rollout import RolloutSpec, make_task, play
 from latepix.orchestrator.samples import trace_to_samples
 from latepix.runs import picture_door
 from latepix.trace.graph import Trace
@@ -73,7 +73,14 @@ class Orchestrator:
         groups = await self._play_step(step)
         played = time.monotonic()
         self._record(step, groups)
-        samples = self._samples(groups)
+        samples, num_too_long = self._samples(groups)
+        if not samples:
+            print(
+                f"latepix: step {step} trains nothing: {sum(group.is_zero_spread for group in groups)} of "
+                f"{len(groups)} groups have equal rewards, {num_too_long} samples are longer than "
+                "orchestrator.seq_len",
+                flush=True,
+            )
         batch = prepare_batch(samples, step=step, micro_batch_tokens=self.config.orchestrator.micro_batch_tokens)
         num_bytes = self.batches.send(batch)
         shipped = time.monotonic()
@@ -84,6 +91,7 @@ class Orchestrator:
                 "policy/version": self.policy_version,
                 "policy/off_policy_steps": step - self.policy_version,
                 "batch/samples/count": batch.num_samples,
+                "batch/too_long/count": num_too_long,
                 "batch/micro_batches/count": len(batch.micro_batches),
                 "batch/bytes": num_bytes,
                 "batch/bytes_per_sample": num_bytes / max(1, batch.num_samples),
@@ -122,25 +130,26 @@ class Orchestrator:
         async def play_group(number: int, index: int) -> ScoredGroup:
             async with slots:
                 group_id = step * orchestrator.prompts_per_step + number
-                task = self.environment.task("train", index)
-                traces = await self._play_task(task, "train", step, group_id, orchestrator.group_size)
+                traces = await self._play_siblings(index, step, group_id)
                 return score_group(traces, scale_by_std=orchestrator.scale_advantages_by_std)
 
         return await asyncio.gather(*(play_group(number, index) for number, index in enumerate(indices)))
 
-    async def _play_task(self, task: Task, split: Split, step: int, group_id: int, num_rollouts: int) -> list[Trace]:
+    async def _play_siblings(self, index: int, step: int, group_id: int) -> list[Trace]:
         sampling = self.config.sampling
         seed = int(np.random.default_rng([self.config.seed, 1, group_id]).integers(1 << 30))
+        task, problem = make_task(self.environment, "train", index)
         specs = [
             RolloutSpec(
                 trace_id=f"s{step}-g{group_id}-r{number}",
                 task=task,
-                split=split,
+                split="train",
                 step=step,
                 group_id=group_id,
                 sampling=Sampling(temperature=sampling.temperature, max_tokens=sampling.max_tokens, seed=seed + number),
+                problem=problem,
             )
-            for number in range(num_rollouts)
+            for number in range(self.config.orchestrator.group_size)
         ]
         return await asyncio.gather(*(self._play(spec) for spec in specs))
 
@@ -167,18 +176,22 @@ class Orchestrator:
             self.traces.append_quarantine(failed)
         check_failures(groups, max_failed_frac=self.config.orchestrator.max_failed_frac, step=step)
 
-    def _samples(self, groups: Sequence[ScoredGroup]) -> list[TrainingSample]:
+    def _samples(self, groups: Sequence[ScoredGroup]) -> tuple[list[TrainingSample], int]:
+        """Return the samples to train, and how many were left out because they are too long."""
         orchestrator = self.config.orchestrator
-        samples = []
+        kept: list[TrainingSample] = []
+        num_too_long = 0
         for group in groups:
             if group.is_zero_spread and orchestrator.drop_zero_spread_groups:
                 continue
             for trace in group.traces:
                 for sample in trace_to_samples(trace, temperature=self.config.sampling.temperature):
                     validate_sample(sample, self.info)
-                    if sample.num_tokens <= orchestrator.seq_len:
-                        samples.append(sample)
-        return samples
+                    if sample.num_tokens > orchestrator.seq_len:
+                        num_too_long += 1
+                    else:
+                        kept.append(sample)
+        return kept, num_too_long
 
     async def _eval_if_due(self, *, is_last: bool = False) -> None:
         """Measure greedy reward on held-out tasks, with the weights that are served."""
@@ -226,13 +239,15 @@ async def play_split(
 
     async def play_one(index: int) -> Trace:
         async with slots:
+            task, problem = make_task(environment, split, index)
             spec = RolloutSpec(
                 trace_id=f"{split}-v{policy_version}-t{index}",
-                task=environment.task(split, index),
+                task=task,
                 split=split,
                 step=policy_version,
                 group_id=index,
                 sampling=Sampling(temperature=0.0, max_tokens=config.sampling.max_tokens),
+                problem=problem,
             )
             return await play(environment, client, renderer, spec, max_images=config.images.max_per_prompt)
 
@@ -247,4 +262,3 @@ def mean_reward(traces: Sequence[Trace]) -> float:
 def run_orchestrator(config: RunConfig) -> None:
     """Run the orchestrator process to its end."""
     asyncio.run(Orchestrator(config).run())
-

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Sequence
 
 import msgspec
@@ -25,6 +26,7 @@ class RolloutSpec(msgspec.Struct, frozen=True):
         step: training step, or policy version for an evaluation.
         group_id: siblings share it.
         sampling: `seed` is that of the first turn; later turns continue from it.
+        problem: set if the environment could not make the task; it is then not played.
     """
 
     trace_id: str
@@ -33,6 +35,26 @@ class RolloutSpec(msgspec.Struct, frozen=True):
     step: int
     group_id: int
     sampling: Sampling
+    problem: RolloutFailure | None = None
+
+
+def make_task(environment: Environment, split: Split, index: int) -> tuple[Task, RolloutFailure | None]:
+    """Ask the environment for a task; if it raises (a picture that is refused, say), its rollouts fail, not the run."""
+    try:
+        return environment.task(split, index), None
+    except Exception as error:
+        # Foreign code, like the rollout itself: whatever it raises belongs to this task alone.
+        failure = _failure_of(error, f"environment {environment.name}, task {index} of split {split}")
+        return Task(id=f"{split}-{index}", messages=(), answer=""), failure
+
+
+def _failure_of(error: Exception, where: str) -> RolloutFailure:
+    """Explain why a rollout failed; an error that is not a rollout's (a wrong config, say) is raised on."""
+    if isinstance(error, RolloutError | PlaceholderMismatch | ImageError):
+        return RolloutFailure(reason=reason_code(error), message=f"{where}: {error}")
+    if isinstance(error, LatepixError):
+        raise error
+    return RolloutFailure(reason=EnvError.reason, message=f"{where}: {type(error).__name__}: {error}")
 
 
 class ServedPolicy:
@@ -64,7 +86,9 @@ class ServedPolicy:
         # Turns are far apart in seed space so that siblings' consecutive seeds never meet another turn's.
         seed = (self._spec.sampling.seed + self._num_turns * 1_000_003) % (1 << 31)
         sampling = msgspec.structs.replace(self._spec.sampling, seed=seed)
-        answer = await self._client.generate(Prompt(token_ids=tuple(rendered.token_ids), images=tuple(images)), sampling)
+        answer = await self._client.generate(
+            Prompt(token_ids=tuple(rendered.token_ids), images=tuple(images)), sampling
+        )
         reply = self._renderer.parse(rendered.token_ids, answer.token_ids)
         self.builder.commit_turn(
             messages=new,
@@ -121,19 +145,16 @@ async def play(
         The trace, with a finite `reward`, or with `failure`.
     """
     policy = ServedPolicy(client, renderer, spec, max_images=max_images)
-    failure: RolloutFailure | None = None
+    failure = spec.problem
     score: Score | None = None
-    try:
-        score = await environment.rollout(spec.task, policy)
-        _check_score(score, environment, spec)
-    except (RolloutError, PlaceholderMismatch, ImageError) as error:
-        failure = RolloutFailure(reason=reason_code(error), message=str(error))
-    except LatepixError:
-        raise
-    except Exception as error:
-        # The rollout border: an environment is foreign code, whatever it raises belongs to this rollout alone.
-        wrapped = EnvError(f"environment {environment.name}, task {spec.task.id}: {type(error).__name__}: {error}")
-        failure = RolloutFailure(reason=reason_code(wrapped), message=str(wrapped))
+    if failure is None:
+        try:
+            score = await environment.rollout(spec.task, policy)
+            _check_score(score)
+        except Exception as error:
+            # The rollout border: an environment is foreign code, whatever it raises belongs to this rollout alone.
+            failure = _failure_of(error, f"environment {environment.name}, task {spec.task.id}")
+            score = None
     return Trace(
         id=spec.trace_id,
         environment=environment.name,
@@ -142,16 +163,14 @@ async def play(
         group_id=spec.group_id,
         split=spec.split,
         nodes=tuple(policy.builder.nodes),
-        reward=score.reward if score is not None and failure is None else None,
-        reward_parts=dict(score.parts) if score is not None and failure is None else {},
+        reward=float(score.reward) if score else None,
+        reward_parts={name: float(value) for name, value in score.parts.items()} if score else {},
         failure=failure,
         answer=spec.task.answer,
     )
 
 
-def _check_score(score: Score, environment: Environment, spec: RolloutSpec) -> None:
-    reward = score.reward
-    if not isinstance(reward, (int, float)) or not -1e9 < reward < 1e9:
-        raise EnvError(
-            f"environment {environment.name}, task {spec.task.id}: the reward is {reward!r}; it must be a finite number."
-        )
+def _check_score(score: Score) -> None:
+    for name, value in [("reward", score.reward), *score.parts.items()]:
+        if not isinstance(value, numbers.Real) or not -1e9 < value < 1e9:
+            raise EnvError(f"the {name} is {value!r}; it must be a finite number below 1e9.")

@@ -315,7 +315,10 @@ def _tick_label(value: float, step: float, unit: Unit) -> str:
     digits = next((n for n in range(7) if abs(step * 10**n - round(step * 10**n)) < 1e-6), 7)
     if unit in ("", "1/s", "ratio") and step >= 1e-4 and abs(value) < 1e6:
         return f"{value:,.{digits}f}"
-    return format_value(value, "" if unit in ("1/s", "ratio") else unit)
+    if unit == "ratio":
+        # Ratios that differ from 1 by less than a label shows are told by their distance from 1.
+        return "1" if abs(value - 1) < step * 1e-6 else f"1{value - 1:+.0e}"
+    return format_value(value, "" if unit == "1/s" else unit)
 
 
 def _nice_step(raw: float) -> float:

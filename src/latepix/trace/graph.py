@@ -220,7 +220,12 @@ def align_expansion(
 
 
 def _check_same_text(
-    logical_ids: Sequence[int], logical_at: int, effective_ids: Sequence[int], effective_at: int, length: int, where: str
+    logical_ids: Sequence[int],
+    logical_at: int,
+    effective_ids: Sequence[int],
+    effective_at: int,
+    length: int,
+    where: str,
 ) -> None:
     sent = list(logical_ids[logical_at : logical_at + length])
     got = list(effective_ids[effective_at : effective_at + length])
@@ -285,6 +290,11 @@ class TraceBuilder:
         where = f"trace {self.trace_id}, turn {sum(node.finish_reason is not None for node in self.nodes)}"
         if len(sampled_ids) != len(logprobs):
             raise PlaceholderMismatch(f"{where}: {len(sampled_ids)} sampled tokens but {len(logprobs)} logprobs.")
+        if placeholders := self.placeholder_ids.intersection(sampled_ids):
+            raise PlaceholderMismatch(
+                f"{where}: the server sampled {sorted(placeholders)}, which stand for pictures. It must honour the "
+                "bans in the request's logit_bias."
+            )
         slots = align_expansion(logical_ids, effective_ids, ranges, self.placeholder_ids, where=where)
         history, logical_history = len(self.effective_ids), len(self.logical_ids)
         if list(effective_ids[:history]) != self.effective_ids:
@@ -312,6 +322,9 @@ class TraceBuilder:
                 )
             )
             parent, start, logical_start = len(nodes) - 1, end, logical_end
+        num_behind = sum(slot >= logical_start for slot in slots)
+        if num_behind:
+            raise PlaceholderMismatch(f"{where}: {num_behind} placeholder ranges lie behind the last message.")
         lead = tuple(effective_ids[start:])
         nodes.append(
             MessageNode(

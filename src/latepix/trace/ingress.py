@@ -17,11 +17,13 @@ import hashlib
 import io
 import math
 import re
+import struct
 import warnings
+import zlib
 from typing import TypeAlias
 
 import msgspec
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image, UnidentifiedImageError
 
 from latepix.errors import ImageError
 
@@ -29,9 +31,27 @@ ImageSource: TypeAlias = "str | bytes | Image.Image"
 
 #: Formats decoded at the door. Everything else (EPS and WMF start other programs) is refused by name.
 ALLOWED_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
+#: Modes with channels of 8 bits or less. Others would be clipped, not scaled.
+_MODES = frozenset({"1", "L", "LA", "La", "P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr", "HSV"})
 #: Formats that pass through byte for byte when the picture is already canonical.
 _PASS_THROUGH = {"PNG": "image/png", "JPEG": "image/jpeg"}
 _EXIF_ORIENTATION = 0x0112
+#: Orientation of the stored pixels -> what makes them upright.
+_UPRIGHT = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+#: What Pillow's decoders raise for damaged files.
+_DECODE_ERRORS = (OSError, ValueError, SyntaxError, EOFError, LookupError, TypeError, struct.error, zlib.error)
+#: The processors of the Qwen families refuse a longer side than this many times the shorter one.
+_MAX_ASPECT = 200
+#: Passes of a processor's rule until a size stays; six are the most seen.
+_MAX_PASSES = 100
 _DATA_URL = re.compile(r"data:(?P<media>[^;,]*)(?P<parameters>(?:;[^;,]*)*),", re.IGNORECASE)
 
 
@@ -80,23 +100,33 @@ class GridFit(msgspec.Struct, frozen=True):
     min_pixels: int
     max_pixels: int
 
-    def size(self, width: int, height: int) -> tuple[int, int]:
-        """Return the allowed (width, height) nearest to the given one, keeping the aspect ratio as well as it can."""
+    def processed_size(self, width: int, height: int) -> tuple[int, int]:
+        """Return the (width, height) that the family's processor resizes a picture to (`smart_resize`)."""
         factor = self.factor
-        fitted_w = max(factor, round(width / factor) * factor)
-        fitted_h = max(factor, round(height / factor) * factor)
-        if fitted_w * fitted_h > self.max_pixels:
-            shrink = (width * height / self.max_pixels) ** 0.5
-            fitted_w = max(factor, int(width / shrink / factor) * factor)
-            fitted_h = max(factor, int(height / shrink / factor) * factor)
-            # A very long side keeps the short one at `factor`, so the product can still be too large.
-            longest = max(factor, self.max_pixels // factor // factor * factor)
-            fitted_w, fitted_h = min(fitted_w, longest), min(fitted_h, longest)
-        elif fitted_w * fitted_h < self.min_pixels:
-            grow = (self.min_pixels / (width * height)) ** 0.5
-            fitted_w = math.ceil(width * grow / factor) * factor
-            fitted_h = math.ceil(height * grow / factor) * factor
-        return fitted_w, fitted_h
+        new_w, new_h = round(width / factor) * factor, round(height / factor) * factor
+        if new_w * new_h > self.max_pixels:
+            shrink = math.sqrt(width * height / self.max_pixels)
+            new_w = max(factor, math.floor(width / shrink / factor) * factor)
+            new_h = max(factor, math.floor(height / shrink / factor) * factor)
+        elif new_w * new_h < self.min_pixels:
+            grow = math.sqrt(self.min_pixels / (width * height))
+            new_w = math.ceil(width * grow / factor) * factor
+            new_h = math.ceil(height * grow / factor) * factor
+        return new_w, new_h
+
+    def size(self, width: int, height: int) -> tuple[int, int]:
+        """Return an allowed (width, height) near the given one: the processor leaves it as it is.
+
+        Rounding can make a narrow picture too large or too narrow for the processor again, so its rule is applied
+        until it changes nothing.
+        """
+        size = _within_aspect(width, height)
+        for _ in range(_MAX_PASSES):
+            fitted = _within_aspect(*self.processed_size(*size))
+            if fitted == size:
+                break
+            size = fitted
+        return size
 
 
 class ImageLimits(msgspec.Struct, frozen=True):
@@ -113,9 +143,7 @@ class ImageLimits(msgspec.Struct, frozen=True):
     max_aspect_ratio: float = 200.0
 
 
-def ingest_image(
-    source: ImageSource, *, limits: ImageLimits | None = None, fit: GridFit | None = None
-) -> InlineImage:
+def ingest_image(source: ImageSource, *, limits: ImageLimits | None = None, fit: GridFit | None = None) -> InlineImage:
     """Turn a picture into its canonical inline form.
 
     Args:
@@ -126,7 +154,7 @@ def ingest_image(
         The canonical picture; the very same bytes if `source` already was one.
     Raises:
         ImageError: with `reason` one of `bad_base64`, `unsupported_source`, `not_an_image`, `unsupported_format`,
-            `truncated`, `too_many_bytes`, `too_many_pixels`, `aspect_ratio`.
+            `unsupported_mode`, `truncated`, `too_many_bytes`, `too_many_pixels`, `aspect_ratio`.
     """
     limits = limits or ImageLimits()
     if isinstance(source, Image.Image):
@@ -144,6 +172,10 @@ def ingest_image(
     _check_bytes(len(source), limits)
     with _open(source) as picture:
         return _canonical(picture, source, limits, fit)
+
+
+def _within_aspect(width: int, height: int) -> tuple[int, int]:
+    return min(width, _MAX_ASPECT * height), min(height, _MAX_ASPECT * width)
 
 
 def _check_bytes(num_bytes: int, limits: ImageLimits) -> None:
@@ -200,32 +232,28 @@ def _open(data: bytes) -> Image.Image:
         ) from error
 
 
-def _canonical(
-    picture: Image.Image, data: bytes | None, limits: ImageLimits, fit: GridFit | None
-) -> InlineImage:
+def _canonical(picture: Image.Image, data: bytes | None, limits: ImageLimits, fit: GridFit | None) -> InlineImage:
     width, height = picture.size
     _check_size(width, height, limits)
+    if picture.mode not in _MODES:
+        raise ImageError(
+            f"The picture ({width} x {height}) has pixels of mode {picture.mode}, which has no fixed meaning in 8-bit "
+            "RGB. Scale it to 8 bits per channel first.",
+            "unsupported_mode",
+        )
     orientation = _orientation(picture)
     if orientation in (5, 6, 7, 8):
         width, height = height, width
     size = fit.size(width, height) if fit else (width, height)
-    num_frames = getattr(picture, "n_frames", 1)
-    is_canonical = (
-        data is not None
-        and picture.format in _PASS_THROUGH
-        and picture.mode == "RGB"
-        and "transparency" not in picture.info
-        and orientation == 1
-        and num_frames == 1
-        and size == picture.size
-    )
     try:
+        passes = data is not None and orientation == 1 and size == picture.size and _is_canonical(picture, data)
         picture.load()
-        if is_canonical:
-            assert data is not None
+        if data is not None and passes:
             return _inline(data, _PASS_THROUGH[str(picture.format)], size)
-        picture = _opaque_rgb(ImageOps.exif_transpose(picture))
-    except (OSError, ValueError, SyntaxError, EOFError) as error:
+        if orientation != 1:
+            picture = picture.transpose(_UPRIGHT[orientation])
+        picture = _opaque_rgb(picture)
+    except _DECODE_ERRORS as error:
         raise ImageError(
             f"The picture ({width} x {height}, {picture.format}) cannot be decoded to its end: {error}. "
             "The file is truncated or damaged.",
@@ -236,6 +264,18 @@ def _canonical(
     buffer = io.BytesIO()
     picture.save(buffer, format="PNG", compress_level=6)
     return _inline(buffer.getvalue(), "image/png", size)
+
+
+def _is_canonical(picture: Image.Image, data: bytes) -> bool:
+    """Return whether an opened, upright file may pass as it is: one opaque frame, three channels of 8 bits."""
+    return (
+        picture.format in _PASS_THROUGH
+        and picture.mode == "RGB"
+        and "transparency" not in picture.info
+        and getattr(picture, "n_frames", 1) == 1
+        # Pillow shows 16 bits per channel as RGB too; the depth is byte 24 of a PNG.
+        and (picture.format != "PNG" or (data[12:16] == b"IHDR" and data[24] == 8))
+    )
 
 
 def _check_size(width: int, height: int, limits: ImageLimits) -> None:
@@ -255,17 +295,19 @@ def _check_size(width: int, height: int, limits: ImageLimits) -> None:
 
 def _orientation(picture: Image.Image) -> int:
     try:
-        return int(picture.getexif().get(_EXIF_ORIENTATION, 1))
+        orientation = int(picture.getexif().get(_EXIF_ORIENTATION, 1))
     except Exception:
         # A damaged EXIF block says nothing about the pixels: Pillow raises all kinds of errors for it.
         return 1
+    return orientation if orientation in _UPRIGHT else 1
 
 
 def _opaque_rgb(picture: Image.Image) -> Image.Image:
     if picture.mode == "RGB" and "transparency" not in picture.info:
         return picture
     if picture.mode in ("RGBA", "LA", "PA", "RGBa", "La") or "transparency" in picture.info:
-        picture = picture.convert("RGBA")
+        # Pillow converts premultiplied grey to nothing but grey with alpha.
+        picture = (picture.convert("LA") if picture.mode == "La" else picture).convert("RGBA")
         white = Image.new("RGBA", picture.size, (255, 255, 255, 255))
         return Image.alpha_composite(white, picture).convert("RGB")
     return picture.convert("RGB")

@@ -119,12 +119,13 @@ class MMRefs(msgspec.Struct, frozen=True):
         for index, ref in enumerate(self.refs):
             if not 0 <= ref.image < len(self.images):
                 raise PlaceholderMismatch(
-                    f"{where}, slot {index}: image index {ref.image} is not in the table of {len(self.images)} pictures."
+                    f"{where}, slot {index}: image index {ref.image} is not in the table of {len(self.images)} "
+                    "pictures."
                 )
             if ref.length < 1 or ref.offset < end or ref.offset + ref.length > len(token_ids):
                 raise PlaceholderMismatch(
-                    f"{where}, slot {index}: range [{ref.offset}, {ref.offset + ref.length}) must be non-empty, start at "
-                    f"or after {end} and end inside the {len(token_ids)} tokens."
+                    f"{where}, slot {index}: range [{ref.offset}, {ref.offset + ref.length}) must be non-empty, start "
+                    f"at or after {end} and end inside the {len(token_ids)} tokens."
                 )
             end = ref.offset + ref.length
             if not is_placeholder[ref.offset : end].all():

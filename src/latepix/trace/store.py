@@ -6,6 +6,7 @@ In a line, a picture is `{"sha256", "media_type", "width", "height"}`; its bytes
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
@@ -16,11 +17,18 @@ from latepix.trace.graph import Trace
 from latepix.trace.ingress import InlineImage
 from latepix.trace.messages import ImagePart, Message, iter_images
 
+_SHA256 = re.compile(r"[0-9a-f]{64}")
 _EXTENSIONS = {"image/png": "png", "image/jpeg": "jpg"}
 
 
 def image_path(images_dir: Path, image: InlineImage) -> Path:
-    """Return where a picture of a run lies."""
+    """Return where a picture of a run lies.
+
+    Raises:
+        TransportError: hash or media type are not those of a stored picture.
+    """
+    if not _SHA256.fullmatch(image.sha256) or image.media_type not in _EXTENSIONS:
+        raise TransportError(f"{image.media_type!r} picture {image.sha256[:80]!r} is none that a run folder can hold.")
     return images_dir / f"{image.sha256}.{_EXTENSIONS[image.media_type]}"
 
 
@@ -32,7 +40,7 @@ class TraceWriter:
         self._images_dir = run_dir / "images"
         self._traces_dir.mkdir(parents=True, exist_ok=True)
         self._images_dir.mkdir(parents=True, exist_ok=True)
-        self._stored: set[str] = {path.stem for path in self._images_dir.iterdir()}
+        self._stored: set[str] = {path.stem for path in self._images_dir.iterdir() if path.suffix != ".tmp"}
 
     def write(self, name: str, traces: Iterable[Trace]) -> Path:
         """Write traces to `traces/<name>.jsonl`, replacing the file if it is there.
@@ -77,8 +85,12 @@ class TraceWriter:
             return
         path = image_path(self._images_dir, image)
         partial = path.with_suffix(".tmp")
-        partial.write_bytes(image.data)
-        partial.replace(path)
+        try:
+            partial.write_bytes(image.data)
+            partial.replace(path)
+        except OSError:
+            partial.unlink(missing_ok=True)
+            raise
         self._stored.add(image.sha256)
 
 
@@ -106,7 +118,7 @@ def read_traces(path: Path | str, *, with_images: bool = True) -> Iterator[Trace
             try:
                 trace = _DECODER.decode(line)
                 yield _map_images(trace, load) if with_images else trace
-            except (msgspec.MsgspecError, OSError) as error:
+            except (msgspec.MsgspecError, TransportError, OSError) as error:
                 raise TransportError(f"{path}, line {number}: {error}.") from error
 
 

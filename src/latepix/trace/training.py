@@ -166,7 +166,24 @@ def decode_batch(data: bytes, *, where: str = "batch") -> Batch:
             f"{where} has wire version {batch.wire_version}, this trainer reads {WIRE_VERSION}. Install the same "
             "latepix on both sides."
         )
+    for number, micro_batch in enumerate(batch.micro_batches):
+        _check_lengths(micro_batch, f"{where}, micro batch {number}")
     return batch
+
+
+def _check_lengths(micro_batch: MicroBatch, where: str) -> None:
+    num_tokens, num_samples = len(micro_batch.token_ids), micro_batch.num_samples
+    per_token = (micro_batch.loss_mask, micro_batch.inference_logprobs, micro_batch.advantages)
+    per_sample = (micro_batch.temperatures, micro_batch.policy_versions, micro_batch.trace_ids)
+    if (
+        any(len(array) != num_tokens for array in per_token)
+        or any(len(array) != num_samples for array in per_sample)
+        or int(micro_batch.sample_lengths.sum()) != num_tokens
+    ):
+        raise SchemaMismatch(
+            f"{where}: {num_tokens} tokens in {num_samples} samples, but arrays of other lengths. It was damaged, or "
+            "written by another version of latepix."
+        )
 
 
 def _encode_array(value: Any) -> Any:

@@ -15,8 +15,8 @@ from typing import Literal
 import msgspec
 import numpy as np
 import torch
-from torch import nn
 from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
 
 from latepix.errors import ConfigError
 from latepix.families.base import Adapter, ForwardPolicy
@@ -67,8 +67,8 @@ def choose_layout(
     if wanted != "auto":
         if wanted not in policy.layouts:
             raise ConfigError(
-                f"trainer.layout: {wanted!r} is not safe for this family (it allows {', '.join(policy.layouts)}): samples "
-                "would see each other."
+                f"trainer.layout: {wanted!r} is not safe for this family (it allows "
+                f"{', '.join(policy.layouts)}): samples would see each other."
             )
         return wanted
     if "packed" not in policy.layouts:
@@ -125,7 +125,7 @@ def lay_out(
 
 
 def forward(
-    model: nn.Module,
+    model: PreTrainedModel,
     micro_batch: MicroBatch,
     mm_inputs: MMInputs,
     *,
@@ -183,7 +183,7 @@ def forward(
 
 
 def _logprobs(
-    model: nn.Module,
+    model: PreTrainedModel,
     adapter: Adapter,
     hidden_ND: torch.Tensor,
     targets_N: torch.Tensor,
@@ -199,7 +199,10 @@ def _logprobs(
 
     pieces = list(
         zip(
-            hidden_ND.split(chunk_tokens), targets_N.split(chunk_tokens), temperatures_N.split(chunk_tokens), strict=True
+            hidden_ND.split(chunk_tokens),
+            targets_N.split(chunk_tokens),
+            temperatures_N.split(chunk_tokens),
+            strict=True,
         )
     )
     if len(pieces) == 1:

@@ -62,6 +62,8 @@ class TrainStep:
         """
         if batch.num_loss_tokens == 0:
             return StepMetrics(values={"train/skipped": 1.0})
+        # A step that was refused half-way leaves gradients behind.
+        self.model.zero_grad(set_to_none=True)
         started = time.monotonic()
         processed, busy = self.materializer.num_processed, self.materializer.busy_s
         sums: dict[str, float] = {"loss/total": 0.0}
@@ -120,7 +122,6 @@ class TrainStep:
             )
         )
         if not torch.isfinite(loss.loss):
-            self.model.zero_grad(set_to_none=True)
             raise NonFiniteLoss(
                 f"Step {batch.step}: the loss is {float(loss.loss.detach())} in a micro batch of traces "
                 f"{', '.join(micro_batch.trace_ids[:4])}... The step was refused and its batch kept for a closer look."

@@ -38,7 +38,9 @@ class BatchFolder:
             SchemaMismatch: it is damaged or of another wire version.
         """
         path = self._file(step)
-        wait_for(lambda: path if path.exists() else None, what=f"the batch of step {step} ({path})", timeout_s=timeout_s)
+        wait_for(
+            lambda: path if path.exists() else None, what=f"the batch of step {step} ({path})", timeout_s=timeout_s
+        )
         batch = decode_batch(path.read_bytes(), where=str(path))
         if batch.step != step:
             raise TransportError(f"{path} holds the batch of step {batch.step}.")

@@ -10,7 +10,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from latepix.transport.files import disk_error
+from latepix.transport.files import write_folder
 
 _PREFIX = "step_"
 
@@ -32,17 +32,7 @@ class WeightsFolder:
         Raises:
             TransportError: the disk refused.
         """
-        final = self.version_path(policy_version)
-        partial = final.with_name(final.name + ".tmp")
-        shutil.rmtree(partial, ignore_errors=True)
-        try:
-            partial.mkdir()
-            write(partial)
-            partial.replace(final)
-        except OSError as error:
-            shutil.rmtree(partial, ignore_errors=True)
-            raise disk_error(final, error, 0) from error
-        return final
+        return write_folder(self.version_path(policy_version), write)
 
     def newest(self) -> int | None:
         """Return the newest version, None if there is none yet."""
