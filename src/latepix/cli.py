@@ -47,6 +47,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if command not in _COMMANDS:
         print_error(f"unknown command {command!r}\n{_USAGE}")
         return 2
+    # As with `python -m latepix`: an environment of the user's own is usually a module in the current folder.
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
     die_with_parent()
     try:
         return _COMMANDS[command](rest)

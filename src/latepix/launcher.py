@@ -19,6 +19,7 @@ from latepix.families.model_info import read_model_info
 from latepix.inference.client import InferenceClient, wait_until_healthy
 from latepix.inference.render import MessageRenderer
 from latepix.metrics import read_metrics
+from latepix.orchestrator.group import check_evaluation
 from latepix.orchestrator.loop import mean_reward, play_split
 from latepix.processes import Child, free_port
 from latepix.report.console import RunConsole, print_summary
@@ -81,6 +82,10 @@ def run_eval(config: RunConfig) -> dict[str, Any]:
 
     Returns:
         What `eval/eval.json` holds.
+    Raises:
+        ConfigError: before anything is started.
+        ProcessFailed: the server died.
+        RolloutError: every rollout failed.
     """
     config = _with_port(config)
     config = config.model_copy(update={"output_dir": config.output_dir / "eval"})
@@ -91,7 +96,11 @@ def run_eval(config: RunConfig) -> dict[str, Any]:
         children.append(inference)
         base_url = f"http://{config.inference.host}:{config.inference.port}"
         wait_until_healthy(base_url, timeout_s=config.inference.startup_timeout_s, check=inference.check)
-        result = asyncio.run(_evaluate(config, base_url))
+        try:
+            result = asyncio.run(_evaluate(config, base_url))
+        finally:
+            # A server that died explains better than the rollouts that failed for it.
+            inference.check()
     write_bytes(config.output_dir / "eval.json", (json.dumps(result, indent=2) + "\n").encode())
     print(json.dumps(result))
     return result
@@ -110,6 +119,7 @@ async def _evaluate(config: RunConfig, base_url: str) -> dict[str, Any]:
     finally:
         await client.close()
     TraceWriter(config.output_dir).write("eval_000000", traces)
+    check_evaluation(traces, split=config.eval.split)
     return {
         "environment": environment.name,
         "split": config.eval.split,

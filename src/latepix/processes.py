@@ -99,7 +99,8 @@ class Child:
 
 def die_with_parent() -> None:
     """In a child of a run: end this process when the launcher is gone."""
-    if os.environ.get(_SUPERVISED) != "1":
+    # Taken out, so that what this process starts itself does not watch an input that is not the launcher's.
+    if os.environ.pop(_SUPERVISED, None) != "1":
         return
 
     def watch() -> None:

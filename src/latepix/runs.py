@@ -53,7 +53,6 @@ def write_summary(config: RunConfig, *, wall_s: float) -> dict[str, Any]:
     finals = [row["final_eval/reward/mean"] for row in rows if "final_eval/reward/mean" in row]
     played = [row for row in rows if "batch/samples/count" in row]
     num_samples = sum(row["batch/samples/count"] for row in played)
-    num_failed = sum(row["rollout/failed/count"] for row in played)
     summary = {
         "steps": len(steps),
         "reward_first": played[0].get("rollout/reward/mean") if played else None,
@@ -62,8 +61,8 @@ def write_summary(config: RunConfig, *, wall_s: float) -> dict[str, Any]:
         "eval_after": finals[-1] if finals else None,
         "mismatch_kl_mean": _mean([row["loss/mismatch_kl/mean"] for row in steps]),
         "mismatch_kl_max": max((row["loss/mismatch_kl/mean"] for row in steps), default=None),
-        "num_traces": int(num_samples + num_failed),
-        "num_quarantined": int(num_failed),
+        "num_traces": int(sum(row["rollout/traces/count"] for row in played)),
+        "num_quarantined": int(sum(row["rollout/failed/count"] for row in played)),
         "wall_s": wall_s,
         "samples_per_s": num_samples / max(1e-9, sum(row["time/step_s"] for row in played)),
         "wire_bytes_per_sample": sum(row["batch/bytes"] for row in played) / max(1, num_samples),

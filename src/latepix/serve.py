@@ -6,9 +6,11 @@ import torch
 import uvicorn
 
 from latepix.config.schema import RunConfig
+from latepix.families.model_info import read_model_info
 from latepix.inference.local_engine import LocalEngine
-from latepix.inference.local_server import EngineThread, build_app
+from latepix.inference.local_server import MAX_BODY_BYTES, EngineThread, build_app
 from latepix.processes import bind
+from latepix.trace.ingress import ImageLimits
 from latepix.trainer.checkpoint import torch_dtype
 
 
@@ -21,11 +23,14 @@ def run_server(config: RunConfig) -> None:
     inference = config.inference
     with bind(inference.host, inference.port) as sock:
         torch.set_num_threads(config.trainer.num_threads)
+        # What passed the orchestrator's door has to pass here: fitted and encoded anew, a picture may have grown.
+        max_pixels = max(config.images.max_pixels, read_model_info(config.model.path).grid.max_pixels)
         engine = LocalEngine(
             config.model.path,
             dtype=torch_dtype(config.model.dtype),
             device="cuda" if torch.cuda.is_available() else "cpu",
             max_model_len=inference.max_model_len,
+            limits=ImageLimits(max_bytes=MAX_BODY_BYTES, max_pixels=max_pixels),
         )
         thread = EngineThread(
             engine, max_batch_size=inference.max_batch_size, batch_window_s=inference.batch_window_ms / 1000

@@ -9,6 +9,7 @@ import numpy as np
 from latepix.config.loader import write_config
 from latepix.config.schema import SftConfig
 from latepix.environments.base import Environment, load_environment
+from latepix.errors import ConfigError
 from latepix.inference.render import MessageRenderer
 from latepix.metrics import MetricsWriter, peak_rss_bytes, read_metrics
 from latepix.orchestrator.batch import prepare_batch, validate_sample
@@ -55,8 +56,14 @@ def run_sft(config: SftConfig) -> None:
 
 
 def _task_order(environment: Environment, config: SftConfig, rng: np.random.Generator) -> list[int]:
-    """Return the demonstrations of all steps: epochs in random order."""
+    """Return the demonstrations of all steps: epochs in random order.
+
+    Raises:
+        ConfigError: the environment has none.
+    """
     indices = environment.demonstration_indices()
+    if not indices:
+        raise ConfigError(f"environment.type: {environment.name} has no demonstrations to train on, wanted at least 1.")
     order: list[int] = []
     while len(order) < config.steps * config.batch_size:
         order += rng.permutation(indices).tolist()

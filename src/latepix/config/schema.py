@@ -14,6 +14,7 @@ from pydantic_config import BaseConfig
 
 Positive = Annotated[int, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
+Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
 class Section(BaseConfig):
@@ -64,7 +65,7 @@ class ImagesConfig(Section):
 class SamplingConfig(Section):
     """How the policy's tokens are drawn during training."""
 
-    temperature: Annotated[float, Field(gt=0, le=10)] = 1.0
+    temperature: Annotated[float, Field(ge=1e-3, le=10)] = 1.0
     """Logits are divided by it, in the server and in the trainer."""
     max_tokens: Positive = 16
     """New tokens per turn."""
@@ -119,7 +120,7 @@ class OptimConfig(Section):
 
     lr: Annotated[float, Field(gt=0)] = 1e-5
     """Peak learning rate."""
-    betas: tuple[Fraction, Fraction] = (0.9, 0.99)
+    betas: tuple[Decay, Decay] = (0.9, 0.99)
     """Decay of the first and the second moment."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     """Decoupled, per step and unit of learning rate."""
@@ -179,7 +180,7 @@ class _Command(Section):
     """Run folder; made if it does not exist."""
     model: ModelConfig
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
-    """Of task order, sampling and initialization."""
+    """Of task order, sampling and the noise of demonstrations."""
     environment: EnvironmentConfig = EnvironmentConfig()
     images: ImagesConfig = ImagesConfig()
     dry_run: bool = False
@@ -214,10 +215,7 @@ class RunConfig(_Command):
                 f"orchestrator.group_size ({self.orchestrator.group_size}) must not exceed inference.max_batch_size "
                 f"({self.inference.max_batch_size}): a group is one request"
             )
-        if self.trainer.optim.warmup_steps > self.steps:
-            raise ValueError(
-                f"trainer.optim.warmup_steps ({self.trainer.optim.warmup_steps}) must not exceed steps ({self.steps})"
-            )
+        _check_warmup(self.trainer.optim, self.steps)
         return self
 
 
@@ -231,3 +229,13 @@ class SftConfig(_Command):
     trainer: TrainerConfig = TrainerConfig()
     micro_batch_tokens: Positive = 16384
     """Tokens in one forward-backward."""
+
+    @model_validator(mode="after")
+    def _check_lengths(self) -> SftConfig:
+        _check_warmup(self.trainer.optim, self.steps)
+        return self
+
+
+def _check_warmup(optim: OptimConfig, steps: int) -> None:
+    if optim.warmup_steps > steps:
+        raise ValueError(f"trainer.optim.warmup_steps ({optim.warmup_steps}) must not exceed steps ({steps})")

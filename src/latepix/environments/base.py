@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from latepix.config.schema import EnvironmentConfig
-from latepix.errors import ConfigError
+from latepix.errors import ConfigError, LatepixError
 from latepix.trace.ingress import ImageSource, InlineImage
 from latepix.trace.messages import Message
 
@@ -102,7 +102,7 @@ def load_environment(config: EnvironmentConfig, ingest: Ingest) -> Environment:
     """Build the environment that the config names.
 
     Raises:
-        ConfigError: it is unknown, or `module:Class` cannot be imported.
+        ConfigError: it is unknown, `module:Class` cannot be imported, or its constructor raised.
     """
     if ":" not in config.type:
         if config.type not in _BUILT_IN:
@@ -121,7 +121,13 @@ def load_environment(config: EnvironmentConfig, ingest: Ingest) -> Environment:
         raise ConfigError(f"environment.type: cannot import {path}: {type(error).__name__}: {error}.") from error
     if not (isinstance(cls, type) and issubclass(cls, Environment)):
         raise ConfigError(f"environment.type: {path} is not a subclass of latepix.environments.base.Environment.")
-    return cls(config, ingest)
+    try:
+        return cls(config, ingest)
+    except LatepixError:
+        raise
+    except Exception as error:
+        # The user's own code again; a method that is missing shows up here too.
+        raise ConfigError(f"environment.type: cannot build {path}: {type(error).__name__}: {error}.") from error
 
 
 _BUILT_IN = {

@@ -61,27 +61,35 @@ def read_model_info(path: Path) -> ModelInfo:
     config = _read_json(path, "config.json")
     model_type = str(config.get("model_type"))
     family = family_of(model_type, where=path / "config.json")
-    text = config.get("text_config", config)
     tokenizer = _read_json(path, "tokenizer.json")
-    added = tokenizer.get("added_tokens", [])
-    ids = {entry["content"]: int(entry["id"]) for entry in added}
+    grid, merge_size = _read_grid(path)
+    try:
+        text = config.get("text_config", config)
+        vocab_size = int(text["vocab_size"])
+        max_position_embeddings = int(text.get("max_position_embeddings", 1 << 30))
+        added = tokenizer.get("added_tokens", [])
+        ids = {entry["content"]: int(entry["id"]) for entry in added}
+        specials = {int(entry["id"]) for entry in added if entry.get("special")}
+        num_tokens = 1 + max([*tokenizer["model"]["vocab"].values(), *ids.values()])
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ConfigError(
+            f"{path} (model.path): config.json or tokenizer.json lacks vocab_size, added_tokens or the vocabulary "
+            f"({type(error).__name__}: {error}). Wanted the files as the hub has them; download the model again."
+        ) from error
     missing = [token for token in (*family.stop_tokens, *family.media_tokens) if token not in ids]
     if missing:
         raise ConfigError(f"{path / 'tokenizer.json'} lacks the special tokens {missing} of family {model_type}.")
     stop_ids = tuple(ids[token] for token in family.stop_tokens)
-    vocab_size = int(text["vocab_size"])
-    num_tokens = 1 + max([*tokenizer["model"]["vocab"].values(), *ids.values()])
-    specials = {int(entry["id"]) for entry in added if entry.get("special")} - set(stop_ids)
     placeholder_ids = tuple(ids[token] for token in family.media_tokens)
-    grid, merge_size = _read_grid(path)
+    banned_ids = (specials - set(stop_ids)) | set(placeholder_ids) | set(range(num_tokens, vocab_size))
     return ModelInfo(
         path=path,
         model_type=model_type,
         vocab_size=vocab_size,
-        max_position_embeddings=int(text.get("max_position_embeddings", 1 << 30)),
+        max_position_embeddings=max_position_embeddings,
         image_placeholder_id=placeholder_ids[0],
         placeholder_ids=placeholder_ids,
-        banned_ids=tuple(sorted(specials | set(placeholder_ids) | set(range(num_tokens, vocab_size)))),
+        banned_ids=tuple(sorted(banned_ids)),
         stop_ids=stop_ids,
         grid=grid,
         merge_size=merge_size,
@@ -114,11 +122,16 @@ def _read_json(path: Path, name: str) -> dict[str, Any]:
             f"`latepix tiny --family qwen3_vl {path}`."
         )
     try:
-        return json.loads((path / name).read_text(encoding="utf-8"))
+        content = json.loads((path / name).read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise ConfigError(
             f"Model folder {path} has no {name}; it must be a complete Hugging Face folder with tokenizer and image "
             "processor."
         ) from error
-    except json.JSONDecodeError as error:
+    except ValueError as error:  # not JSON, or not UTF-8
         raise ConfigError(f"{path / name} is not JSON: {error}.") from error
+    except OSError as error:
+        raise ConfigError(f"{path / name} cannot be read: {error.strerror or error}.") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path / name} holds a JSON {type(content).__name__}, wanted an object.")
+    return content

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
+from safetensors import SafetensorError
 from transformers import AutoModelForImageTextToText, PreTrainedModel
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
@@ -27,12 +28,16 @@ class QwenVLAdapter:
     forward_policy = ForwardPolicy(positions="mrope", layouts=("packed", "padded"))
 
     def load_model(self, path: Path, *, dtype: torch.dtype, device: str) -> PreTrainedModel:
-        """Load the model of a folder, in eval mode, with sdpa attention."""
+        """Load the model of a folder, in eval mode, with sdpa attention.
+
+        Raises:
+            ConfigError: it is incomplete, damaged or of another shape than its config says.
+        """
         try:
             model = AutoModelForImageTextToText.from_pretrained(
                 path, dtype=dtype, attn_implementation="sdpa", local_files_only=True
             )
-        except (OSError, ValueError, KeyError) as error:
+        except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
             raise ConfigError(f"Cannot load the model in {path} (model.path): {error}") from error
         return model.to(device).eval()
 
@@ -160,8 +165,7 @@ def _inner(model: PreTrainedModel) -> Any:
 
 def _scatter(encoded: Any, slot_images: Sequence[int]) -> Any:
     """Give every slot its picture's features; autograd sums the gradients of slots that share a picture."""
-    slots = type(encoded)(
+    return type(encoded)(
         pooler_output=[encoded.pooler_output[index] for index in slot_images],
         deepstack_features=[[level[index] for index in slot_images] for level in encoded.deepstack_features],
     )
-    return slots

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from latepix.errors import ConfigError
-from latepix.transport.files import write_bytes
+from latepix.transport.files import write_bytes, write_folder
 
 _SPECIAL = (
     "<|endoftext|>",
@@ -104,14 +104,13 @@ def make_tiny(family: str, out: Path, *, seed: int = 0, size: TinySize | None = 
         `out`.
     Raises:
         ConfigError: the family is unknown, or `out` already holds something.
+        TransportError: the disk refused; nothing is left behind.
     """
     if family not in _BUILDERS:
         raise ConfigError(f"--family: no tiny model for family {family!r}. Known: {', '.join(sorted(_BUILDERS))}.")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out} already exists and is not an empty folder; choose another one or remove it.")
-    out.mkdir(parents=True, exist_ok=True)
-    _BUILDERS[family](out, seed, size or TinySize())
-    return out
+    return write_folder(out, lambda folder: _BUILDERS[family](folder, seed, size or TinySize()))
 
 
 def _corpus() -> Iterator[str]:

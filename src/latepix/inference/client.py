@@ -35,8 +35,6 @@ from latepix.trace.refs import PlaceholderRange
 
 #: A logit bias this low bans a token: vLLM clamps biases to 100, and exp(-100) is never drawn.
 BAN_BIAS = -100.0
-
-
 #: Idle connections are closed by us: uvicorn (and so vLLM) drops them after 5 s, and a request sent just then is lost.
 _KEEPALIVE_S = 3.0
 
@@ -159,6 +157,7 @@ class InferenceClient:
                 logprobs=0,
                 detokenize=False,
             ),
+            return_token_ids=True,
             cache_salt=None if self._policy_version is None else version_label(self._policy_version),
         )
         where = f"{self.base_url}/inference/v1/generate"
@@ -251,10 +250,12 @@ def wait_until_healthy(base_url: str, *, timeout_s: float, check: Callable[[], N
     """
     deadline = time.monotonic() + timeout_s
     last = "no answer"
+    # Like aiohttp, and unlike urlopen: HTTP_PROXY in the environment is not meant for our own server.
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     while time.monotonic() < deadline:
         check()
         try:
-            with urllib.request.urlopen(f"{base_url}/health", timeout=5.0):
+            with opener.open(f"{base_url}/health", timeout=5.0):
                 return
         except urllib.error.HTTPError as error:
             last = f"HTTP {error.code}"
@@ -294,11 +295,21 @@ def _check_response(
             ranges=ranges,
             token_ids=choice.token_ids,
             logprobs=_check_logprobs(choice, where),
-            finish_reason=choice.finish_reason or "stop",
+            finish_reason=_check_finish(choice, where),
             policy_version=_oldest_version(choice, last_version),
         )
         for choice in choices
     ]
+
+
+def _check_finish(choice: Choice, where: str) -> str:
+    reason = choice.finish_reason or "stop"
+    if reason not in ("stop", "length"):
+        # An answer that the server gave up half-way (`abort`) would be trained as if the policy had ended it.
+        raise InferenceError(
+            f"{where}, answer {choice.index}: finish_reason is {reason!r}, wanted stop or length. See the server's log."
+        )
+    return reason
 
 
 def _check_logprobs(choice: Choice, where: str) -> list[float]:

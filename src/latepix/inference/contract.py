@@ -48,7 +48,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, omit_defaults=True):
         token_ids: unexpanded prompt.
         content_parts: `{"type": "image_url", "image_url": {"url": "data:..."}}`, one per placeholder.
         sampling_params: how to draw.
-        return_token_ids: ask for the expanded prompt and the ranges.
+        return_token_ids: ask for the expanded prompt and the ranges; the local server always returns them.
         cache_salt: separates prefix caches of different weights.
         model, priority, kv_transfer_params, request_id: passed through; the local server ignores them.
     """
@@ -56,7 +56,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     token_ids: list[int]
     sampling_params: SamplingParams
     content_parts: list[dict[str, Any]] = []
-    return_token_ids: bool = True
+    return_token_ids: bool = False
     model: str | None = None
     cache_salt: str | None = None
     priority: int = 0

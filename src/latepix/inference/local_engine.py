@@ -22,6 +22,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from transformers import DynamicCache, PreTrainedModel
 
@@ -76,7 +77,13 @@ class LocalEngine:
     """Holds a model and samples from it. Not thread-safe: one thread calls it."""
 
     def __init__(
-        self, model_path: Path, *, dtype: torch.dtype = torch.float32, device: str = "cpu", max_model_len: int = 4096
+        self,
+        model_path: Path,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: str = "cpu",
+        max_model_len: int = 4096,
+        limits: ImageLimits | None = None,
     ) -> None:
         self.info = read_model_info(model_path)
         self.adapter = get_adapter(self.info.model_type)
@@ -84,6 +91,7 @@ class LocalEngine:
         self.max_model_len = min(max_model_len, self.info.max_position_embeddings)
         self.model: PreTrainedModel = self.adapter.load_model(model_path, dtype=dtype, device=device)
         self._processor = self.adapter.load_processor(model_path)
+        self._limits = limits or ImageLimits()
         self._banned_ids = frozenset(self.info.banned_ids)
         self._banned = torch.tensor(self.info.banned_ids, dtype=torch.long, device=device)
         self._processed: dict[str, ProcessedImage] = {}
@@ -130,7 +138,7 @@ class LocalEngine:
         if not isinstance(url, str):
             raise BadRequest(f"content_parts[{index}] must be an image_url part with a data URL.")
         try:
-            image = ingest_image(url, limits=ImageLimits())
+            image = ingest_image(url, limits=self._limits)
             return image.sha256, self._process(image)
         except (ImageError, ValueError) as error:
             raise BadRequest(f"content_parts[{index}]: {error}") from error
@@ -210,7 +218,8 @@ class LocalEngine:
         """Run distinct prompts; returns cache, logits [P, V] of the next token, lengths [P], next positions [P]."""
         longest = max(len(prompt.token_ids) for prompt in prompts)
         axes = len(prompts[0].position_ids)
-        ids = np.zeros((len(prompts), longest), dtype=np.int64)
+        # As in the trainer's rows: any id would do that is not a placeholder.
+        ids = np.full((len(prompts), longest), self.info.stop_ids[0], dtype=np.int64)
         positions = np.zeros((axes, len(prompts), longest), dtype=np.int64)
         for row, prompt in enumerate(prompts):
             ids[row, : len(prompt.token_ids)] = prompt.token_ids
@@ -309,8 +318,7 @@ class LocalEngine:
         for file in files:
             try:
                 tensors.update(load_file(file, device="cpu"))
-            except Exception as error:
-                # safetensors raises its own Rust exception type, which is not public.
+            except (OSError, SafetensorError) as error:
                 raise CheckpointError(f"{file} cannot be read as safetensors: {error}") from error
         return tensors
 

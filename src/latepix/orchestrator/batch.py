@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Sequence
 
-from latepix.errors import PlaceholderMismatch
+from latepix.errors import ConfigError, PlaceholderMismatch
 from latepix.families.model_info import ModelInfo
 from latepix.trace.training import Batch, TrainingSample, pack_samples
 
@@ -43,7 +43,15 @@ def prepare_batch(samples: Sequence[TrainingSample], *, step: int, micro_batch_t
         micro_batch_tokens: most tokens in one micro batch.
     Returns:
         The batch; every sample is in exactly one micro batch, its tokens, masks and pictures unchanged.
+    Raises:
+        ConfigError: a sample is longer than a micro batch; names its trace.
     """
+    for sample in samples:
+        if sample.num_tokens > micro_batch_tokens:
+            raise ConfigError(
+                f"micro_batch_tokens: trace {sample.trace_id}, branch {sample.branch} has {sample.num_tokens} tokens, "
+                f"a micro batch takes {micro_batch_tokens}. Raise it, or leave the sample out."
+            )
     bins = _pack([sample.num_tokens for sample in samples], [sample.group_id for sample in samples], micro_batch_tokens)
     return Batch(
         step=step,

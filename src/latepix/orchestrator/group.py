@@ -54,20 +54,39 @@ def check_failures(groups: Sequence[ScoredGroup], *, max_failed_frac: float, ste
     total = len(failed) + sum(len(group.traces) for group in groups)
     if not failed or (len(failed) < total and len(failed) <= max_failed_frac * total):
         return
-    reasons = Counter(trace.failure.reason for trace in failed if trace.failure)
-    examples = {trace.failure.reason: trace.failure.message for trace in reversed(failed) if trace.failure}
-    lines = [f"  {count} x {reason}, for example: {examples[reason]}" for reason, count in reasons.most_common()]
     raise RolloutError(
         f"Step {step}: {len(failed)} of {total} rollouts failed; a step may lose orchestrator.max_failed_frac = "
-        f"{max_failed_frac:g} of them, and never all:\n" + "\n".join(lines) + "\nThey are in quarantine.jsonl."
+        f"{max_failed_frac:g} of them, and never all:\n{_reasons(failed)}\nThey are in quarantine.jsonl."
     )
+
+
+def check_evaluation(traces: Sequence[Trace], *, split: str) -> None:
+    """Stop if every rollout of an evaluation failed: its reward of 0 would say nothing about the policy.
+
+    Raises:
+        RolloutError: says how many, and for which reasons, with one message each.
+    """
+    if traces and all(trace.failure is not None for trace in traces):
+        raise RolloutError(
+            f"Evaluation on split {split}: all {len(traces)} rollouts failed:\n{_reasons(traces)}\nThey are in "
+            "traces/ of the run folder."
+        )
+
+
+def _reasons(failed: Sequence[Trace]) -> str:
+    counts = Counter(trace.failure.reason for trace in failed if trace.failure)
+    examples = {trace.failure.reason: trace.failure.message for trace in reversed(failed) if trace.failure}
+    return "\n".join(f"  {count} x {reason}, for example: {examples[reason]}" for reason, count in counts.most_common())
 
 
 def rollout_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
     """Return the scalars of a step's rollouts."""
     traces = [trace for group in groups for trace in group.traces]
     failed = [trace for group in groups for trace in group.failed]
-    values: dict[str, float] = {"rollout/failed/count": len(failed)}
+    values: dict[str, float] = {
+        "rollout/traces/count": len(traces) + len(failed),
+        "rollout/failed/count": len(failed),
+    }
     for reason, count in Counter(trace.failure.reason for trace in failed if trace.failure).items():
         values[f"rollout/failed/{reason}/count"] = count
     if not traces:

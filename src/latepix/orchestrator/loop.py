@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Sequence
 
@@ -10,7 +11,7 @@ import numpy as np
 
 from latepix.config.schema import RunConfig
 from latepix.environments.base import Environment, Split, load_environment
-from latepix.errors import TransportError
+from latepix.errors import ConfigError, TransportError
 from latepix.families.model_info import read_model_info
 from latepix.inference.client import InferenceClient, Sampling, wait_until_healthy
 from latepix.inference.render import MessageRenderer
@@ -34,6 +35,11 @@ class Orchestrator:
     def __init__(self, config: RunConfig) -> None:
         self.config = config
         self.info = read_model_info(config.model.path)
+        if config.inference.port == 0:
+            raise ConfigError(
+                "inference.port: got 0, wanted the port of a server that runs. `latepix serve` prints its port; "
+                "`latepix rl` starts a server of its own."
+            )
         self.renderer = MessageRenderer(self.info)
         self.environment = load_environment(config.environment, picture_door(config.images, self.info))
         self.client = InferenceClient(
@@ -44,10 +50,11 @@ class Orchestrator:
         )
         self.batches = BatchFolder(config.output_dir)
         self.weights = WeightsFolder(config.output_dir)
+        self.weights.check_unused()
         self.traces = TraceWriter(config.output_dir)
         self.metrics = MetricsWriter(config.output_dir / "metrics.jsonl")
         self.policy_version = 0
-        self._next_eval = 0
+        self._next_eval = 0.0
 
     async def run(self) -> None:
         """Run all steps; returns when the last weights were evaluated."""
@@ -83,6 +90,7 @@ class Orchestrator:
             )
         batch = prepare_batch(samples, step=step, micro_batch_tokens=self.config.orchestrator.micro_batch_tokens)
         num_bytes = self.batches.send(batch)
+        inference_rss_bytes = await self.client.peak_rss_bytes() or 0
         shipped = time.monotonic()
         self.metrics.write(
             step,
@@ -101,7 +109,7 @@ class Orchestrator:
                 "time/step_s": waited_s + shipped - synced,
                 "perf/samples_per_s": batch.num_samples / (waited_s + shipped - synced),
                 "process/orchestrator/peak_rss_bytes": peak_rss_bytes(),
-                "process/inference/peak_rss_bytes": await self.client.peak_rss_bytes() or 0,
+                "process/inference/peak_rss_bytes": inference_rss_bytes,
             },
         )
 
@@ -161,6 +169,10 @@ class Orchestrator:
     def _task_indices(self, step: int) -> list[int]:
         """Return the training tasks of a step: epochs in an order drawn from the run's seed, none repeated within."""
         num_tasks = self.environment.num_tasks("train")
+        if num_tasks < 1:
+            raise ConfigError(
+                f"environment.type: {self.environment.name} has {num_tasks} tasks in split train, wanted at least 1."
+            )
         first = step * self.config.orchestrator.prompts_per_step
         positions = range(first, first + self.config.orchestrator.prompts_per_step)
         orders: dict[int, np.ndarray] = {}
@@ -195,10 +207,9 @@ class Orchestrator:
 
     async def _eval_if_due(self, *, is_last: bool = False) -> None:
         """Measure greedy reward on held-out tasks, with the weights that are served."""
-        every = self.config.eval.every_steps
-        if not (is_last or (every and self.policy_version >= self._next_eval)):
+        if not (is_last or self.policy_version >= self._next_eval):
             return
-        self._next_eval = self.policy_version + every
+        self._next_eval = self.policy_version + (self.config.eval.every_steps or math.inf)
         await self._measure("eval", self.config.eval.split)
 
     async def _final_eval(self) -> None:
@@ -260,5 +271,9 @@ def mean_reward(traces: Sequence[Trace]) -> float:
 
 
 def run_orchestrator(config: RunConfig) -> None:
-    """Run the orchestrator process to its end."""
+    """Run the orchestrator process to its end.
+
+    Raises:
+        ConfigError: a setting is wrong for a process that is started alone.
+    """
     asyncio.run(Orchestrator(config).run())

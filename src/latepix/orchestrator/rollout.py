@@ -89,6 +89,7 @@ class ServedPolicy:
         answer = await self._client.generate(
             Prompt(token_ids=tuple(rendered.token_ids), images=tuple(images)), sampling
         )
+        self._check_lengths(images, [placed.length for placed in answer.ranges])
         reply = self._renderer.parse(rendered.token_ids, answer.token_ids)
         self.builder.commit_turn(
             messages=new,
@@ -102,7 +103,6 @@ class ServedPolicy:
             policy_version=answer.policy_version,
             finish_reason=answer.finish_reason,
         )
-        self._check_lengths(images, [placed.length for placed in answer.ranges])
         self._history = [*self._history, *messages, reply]
         self._images = images
         self._last = (rendered.token_ids, answer.token_ids)

@@ -18,8 +18,10 @@ def trace_to_samples(trace: Trace, *, temperature: float = 1.0) -> list[Training
         trace: with an `advantage`, or without one for supervised samples (every trained token then weighs 1).
         temperature: the sampling temperature of the rollout.
     Returns:
-        Samples in the order of the branches.
+        Samples in the order of the branches; none for a rollout that failed.
     """
+    if trace.failure is not None:
+        return []
     advantage = 1.0 if trace.advantage is None else trace.advantage
     samples = []
     trained: set[int] = set()

@@ -288,13 +288,7 @@ class TraceBuilder:
             PlaceholderMismatch: the answer does not fit; the trace is unchanged.
         """
         where = f"trace {self.trace_id}, turn {sum(node.finish_reason is not None for node in self.nodes)}"
-        if len(sampled_ids) != len(logprobs):
-            raise PlaceholderMismatch(f"{where}: {len(sampled_ids)} sampled tokens but {len(logprobs)} logprobs.")
-        if placeholders := self.placeholder_ids.intersection(sampled_ids):
-            raise PlaceholderMismatch(
-                f"{where}: the server sampled {sorted(placeholders)}, which stand for pictures. It must honour the "
-                "bans in the request's logit_bias."
-            )
+        self._check_sampled(sampled_ids, logprobs, where)
         slots = align_expansion(logical_ids, effective_ids, ranges, self.placeholder_ids, where=where)
         history, logical_history = len(self.effective_ids), len(self.logical_ids)
         if list(effective_ids[:history]) != self.effective_ids:
@@ -341,3 +335,12 @@ class TraceBuilder:
         self.leaf = len(nodes) - 1
         self.logical_ids = [*logical_ids, *sampled_ids]
         self.effective_ids = [*effective_ids, *sampled_ids]
+
+    def _check_sampled(self, sampled_ids: Sequence[int], logprobs: Sequence[float], where: str) -> None:
+        if len(sampled_ids) != len(logprobs):
+            raise PlaceholderMismatch(f"{where}: {len(sampled_ids)} sampled tokens but {len(logprobs)} logprobs.")
+        if placeholders := self.placeholder_ids.intersection(sampled_ids):
+            raise PlaceholderMismatch(
+                f"{where}: the server sampled {sorted(placeholders)}, which stand for pictures. It must honour the "
+                "bans in the request's logit_bias."
+            )

@@ -76,7 +76,7 @@ def choose_layout(
     total, longest = sum(lengths), max(lengths)
     packed = total * (6 * hidden_size + total)
     padded = len(lengths) * longest * (6 * hidden_size + longest)
-    return "packed" if packed < padded and "packed" in policy.layouts else "padded"
+    return "packed" if packed < padded or "padded" not in policy.layouts else "padded"
 
 
 def lay_out(

@@ -6,7 +6,9 @@ import functools
 import time
 
 from latepix.config.schema import RunConfig
+from latepix.errors import StaleWeights
 from latepix.metrics import MetricsWriter, peak_rss_bytes
+from latepix.trace.training import Batch
 from latepix.trainer.checkpoint import export_model, write_weights
 from latepix.trainer.loss import trust_region_policy_gradient
 from latepix.trainer.step import TrainStep
@@ -15,7 +17,13 @@ from latepix.transport.weights import WeightsFolder
 
 
 def run_trainer(config: RunConfig) -> None:
-    """Run the trainer process to its end: all steps, then the final model in `model/` of the run folder."""
+    """Run the trainer process to its end: all steps, then the final model in `model/` of the run folder.
+
+    Raises:
+        ConfigError: the run folder holds another run's weights.
+    """
+    weights = WeightsFolder(config.output_dir)
+    weights.check_unused()
     loss = functools.partial(
         trust_region_policy_gradient,
         max_prob_increase=config.trainer.loss.max_prob_increase,
@@ -24,7 +32,7 @@ def run_trainer(config: RunConfig) -> None:
         entropy_bonus=config.trainer.loss.entropy_bonus,
     )
     train_step = TrainStep(config.model, config.trainer, loss=loss, total_steps=config.steps)
-    batches, weights = BatchFolder(config.output_dir), WeightsFolder(config.output_dir)
+    batches = BatchFolder(config.output_dir)
     metrics = MetricsWriter(config.output_dir / "metrics.jsonl")
     try:
         for step in range(config.steps):
@@ -45,6 +53,7 @@ def _one_step(
 ) -> None:
     started = time.monotonic()
     batch = batches.receive(step, timeout_s=config.trainer.wait_timeout_s)
+    _check_versions(batch, config.orchestrator.max_off_policy_steps)
     received = time.monotonic()
     step_metrics = train_step.run(batch)
     trained = time.monotonic()
@@ -62,3 +71,20 @@ def _one_step(
             "process/trainer/peak_rss_bytes": peak_rss_bytes(),
         },
     )
+
+
+def _check_versions(batch: Batch, max_off_policy_steps: int) -> None:
+    """Refuse samples of weights that are too old, or newer than any this run has published (-1: not known).
+
+    Raises:
+        StaleWeights: names the first such sample.
+    """
+    oldest = batch.step - max_off_policy_steps
+    for micro_batch in batch.micro_batches:
+        for trace_id, version in zip(micro_batch.trace_ids, micro_batch.policy_versions.tolist(), strict=True):
+            if version >= 0 and not oldest <= version <= batch.step:
+                raise StaleWeights(
+                    f"Step {batch.step}, trace {trace_id}: sampled by policy version {version}, wanted "
+                    f"{max(0, oldest)} to {batch.step} (orchestrator.max_off_policy_steps = {max_off_policy_steps}). "
+                    "The server was restarted, or serves the weights of another run; start server and run anew."
+                )

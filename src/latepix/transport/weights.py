@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+from latepix.errors import ConfigError
 from latepix.transport.files import write_folder
 
 _PREFIX = "step_"
@@ -42,6 +43,19 @@ class WeightsFolder:
             if entry.name.removeprefix(_PREFIX).isdigit()
         ]
         return max(versions, default=None)
+
+    def check_unused(self) -> None:
+        """Refuse a folder that already holds versions: they would be taken for those of the run that begins.
+
+        Raises:
+            ConfigError: names the newest version.
+        """
+        newest = self.newest()
+        if newest is not None:
+            raise ConfigError(
+                f"output_dir: {self.path} already holds the weights of another run (version {newest}). Choose another "
+                "folder, or remove it."
+            )
 
     def prune(self, *, keep_from: int) -> None:
         """Remove versions older than `keep_from`."""

@@ -138,7 +138,7 @@ def test_a_wrong_type_says_the_right_one(tmp_path: Path, flag: str, value: str, 
 
 def test_a_member_of_a_list_is_named_by_its_index(tmp_path: Path) -> None:
     run = write_toml(tmp_path, text="[trainer.optim]\nbetas = [0.9, 2]")
-    assert refusal("@", run) == [f"{run}: trainer.optim.betas[1]: got 2, wanted less than or equal to 1"]
+    assert refusal("@", run) == [f"{run}: trainer.optim.betas[1]: got 2, wanted less than 1"]
 
 
 def test_a_section_written_as_a_value_is_refused(tmp_path: Path) -> None:

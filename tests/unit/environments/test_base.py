@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from latepix.config.schema import EnvironmentConfig
-from latepix.environments.base import Environment, Score, Split, Task, exact_match, load_environment
+from latepix.environments.base import Environment, Ingest, Score, Split, Task, exact_match, load_environment
 from latepix.environments.digits import Digits, DigitSum
 from latepix.errors import ConfigError
 from latepix.trace.ingress import ingest_image
@@ -104,3 +104,23 @@ def test_demonstrations_are_the_first_tasks_and_their_answers() -> None:
     assert environment.demonstration(environment.task("train", 1), np.random.default_rng(0)) == "say 1"
     assert Echo(EnvironmentConfig(num_demonstrations=9), ingest_image).demonstration_indices() == [0, 1, 2]
     assert Echo(EnvironmentConfig(), ingest_image).demonstration_indices() == [0, 1, 2]
+
+
+class Broken(Echo):
+    """Cannot be built."""
+
+    def __init__(self, config: EnvironmentConfig, ingest: Ingest) -> None:
+        raise OSError("no such data set")
+
+
+class Unfinished(Environment):
+    """Lacks every method."""
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [("Broken", "OSError: no such data set"), ("Unfinished", "TypeError: Can't instantiate abstract class")],
+)
+def test_an_environment_that_cannot_be_built_is_a_wrong_setting(name: str, problem: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^environment.type: cannot build {__name__}:{name}: {problem}"):
+        load(f"{__name__}:{name}")

@@ -107,3 +107,24 @@ def test_the_registry_knows_its_families() -> None:
     assert family_of("qwen3_vl").media_tokens[0] == "<|image_pad|>"
     with pytest.raises(ConfigError, match="register_family"):
         family_of("llava")
+
+
+@pytest.mark.parametrize(
+    ("name", "edit"),
+    [
+        ("config.json", lambda config: config["text_config"].pop("vocab_size")),
+        ("config.json", lambda config: config.update(text_config=[])),
+        ("tokenizer.json", lambda tokenizer: tokenizer["model"].pop("vocab")),
+        ("tokenizer.json", lambda tokenizer: tokenizer.update(added_tokens=[{"id": 1}])),
+    ],
+)
+def test_a_file_that_lacks_a_fact_is_a_wrong_setting(folder: Path, name: str, edit: Callable[[Any], object]) -> None:
+    change(folder / name, edit)
+    with pytest.raises(ConfigError, match=r"\(model.path\): config.json or tokenizer.json lacks"):
+        read_model_info(folder)
+
+
+def test_a_file_that_holds_no_object_is_named(folder: Path) -> None:
+    (folder / "config.json").write_text("[]", encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"config.json holds a JSON list, wanted an object"):
+        read_model_info(folder)

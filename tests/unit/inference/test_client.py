@@ -94,6 +94,8 @@ def test_a_request_holds_the_logical_prompt_and_its_pictures(server: ScriptedSer
     assert (params["temperature"], params["max_tokens"], params["seed"]) == (0.5, 4, 5)
     assert params["stop_token_ids"] == [7]
     assert params["logprobs"] == 0
+    # Spelled out even though it is what the local server does anyway: vLLM answers without ids by default.
+    assert body["return_token_ids"] is True
     # Media placeholders are never sampled.
     assert params["logit_bias"] == {"9": BAN_BIAS, "8": BAN_BIAS}
 
@@ -395,3 +397,22 @@ def test_waiting_ends_at_once_when_there_is_no_hope() -> None:
 
     with pytest.raises(ProcessFailed, match="it died"):
         wait_until_healthy(closed_url(), timeout_s=60, check=check)
+
+
+def test_waiting_goes_past_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Nobody listens there: a request that went through it would fail.
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    with scripted_server(lambda method, path, body: (200, {})) as server:
+        wait_until_healthy(server.url, timeout_s=2)
+
+
+def test_an_answer_that_was_given_up_is_refused() -> None:
+    def abort(method: str, path: str, body: Any) -> tuple[int, Any]:
+        answer = respond(body)
+        answer["choices"][0]["finish_reason"] = "abort"
+        return 200, answer
+
+    with scripted_server(abort) as server, pytest.raises(InferenceError, match="finish_reason is 'abort', wanted stop"):
+        with_client(server.url, lambda client: client.generate(PROMPT, sampling()))

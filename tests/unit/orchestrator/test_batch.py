@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from latepix.errors import PlaceholderMismatch
+from latepix.errors import ConfigError, PlaceholderMismatch
 from latepix.orchestrator.batch import prepare_batch, validate_sample
 from latepix.orchestrator.samples import trace_to_samples
 from latepix.trace.graph import MessageNode, Trace
@@ -252,3 +252,9 @@ def test_no_two_micro_batches_could_be_one(lengths: list[tuple[int, int]], limit
     sizes = sorted(len(micro_batch.token_ids) for micro_batch in batch.micro_batches)
     assert sizes[-1] <= limit
     assert len(sizes) == 1 or sizes[0] + sizes[1] > limit
+
+
+def test_a_sample_longer_than_a_micro_batch_is_named() -> None:
+    sample = make_sample(trace_id="s1-g2-r3")
+    with pytest.raises(ConfigError, match=r"trace s1-g2-r3, branch 0 has 5 tokens, a micro batch takes 4"):
+        prepare_batch([sample], step=0, micro_batch_tokens=4)

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from latepix.errors import RolloutError
-from latepix.orchestrator.group import ScoredGroup, check_failures, rollout_metrics, score_group
+from latepix.orchestrator.group import ScoredGroup, check_evaluation, check_failures, rollout_metrics, score_group
 from latepix.trace.graph import RolloutFailure, Trace
 from tests.tiny.pictures import make_image
 from tests.tiny.traces import make_reply_node, make_trace, make_user_node
@@ -65,6 +65,20 @@ def test_a_step_in_which_everything_fails_stops_the_run_at_any_limit() -> None:
         check_failures([score(failed_trace(), failed_trace())], max_failed_frac=1.0, step=0)
 
 
+def test_an_evaluation_in_which_everything_fails_is_an_error() -> None:
+    with pytest.raises(RolloutError) as caught:
+        check_evaluation([failed_trace(message="boom"), failed_trace(message="boom")], split="test")
+    assert str(caught.value).splitlines() == [
+        "Evaluation on split test: all 2 rollouts failed:",
+        "  2 x environment_raised, for example: boom",
+        "They are in traces/ of the run folder.",
+    ]
+
+
+def test_an_evaluation_may_lose_rollouts() -> None:
+    check_evaluation([failed_trace(), make_trace(reward=1.0)], split="test")
+
+
 def test_metrics_count_what_was_played() -> None:
     image = make_image(width=64)
     long = make_trace(
@@ -77,6 +91,7 @@ def test_metrics_count_what_was_played() -> None:
     first = score(make_trace(reward=1.0), long)
     second = score(make_trace(reward=1.0), failed_trace("inference_failed"), failed_trace())
     assert rollout_metrics([first, second]) == {
+        "rollout/traces/count": 5,
         "rollout/failed/count": 2,
         "rollout/failed/inference_failed/count": 1,
         "rollout/failed/environment_raised/count": 1,
@@ -93,6 +108,7 @@ def test_metrics_count_what_was_played() -> None:
 
 def test_metrics_of_a_step_without_survivors_count_the_failures() -> None:
     assert rollout_metrics([score(failed_trace())]) == {
+        "rollout/traces/count": 1,
         "rollout/failed/count": 1,
         "rollout/failed/environment_raised/count": 1,
     }

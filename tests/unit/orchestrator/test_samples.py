@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 
 from latepix.orchestrator.samples import trace_to_samples
+from latepix.trace.graph import RolloutFailure
 from tests.tiny.pictures import make_image
 from tests.tiny.traces import IMAGE_ID, make_reply_node, make_trace, make_user_node
 
@@ -76,3 +78,9 @@ def test_a_first_token_has_no_context_and_is_not_trained() -> None:
 def test_demonstrations_weigh_one() -> None:
     (sample,) = trace_to_samples(make_trace(advantage=None))
     assert sample.advantages[sample.loss_mask].tolist() == [1.0, 1.0]
+
+
+def test_a_failed_rollout_gives_no_sample() -> None:
+    # It has no advantage; without this rule its turns would be trained like demonstrations.
+    trace = msgspec.structs.replace(make_trace(), reward=None, failure=RolloutFailure("environment_raised", "boom"))
+    assert trace_to_samples(trace) == []

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from latepix.errors import TransportError
+from latepix.errors import ConfigError, TransportError
 from latepix.transport.weights import WeightsFolder
 
 
@@ -107,3 +107,11 @@ def test_other_errors_are_passed_on_and_leave_nothing(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no such tensor"):
         folder.publish(3, write)
     assert names(folder) == []
+
+
+def test_a_folder_of_another_run_is_refused(tmp_path: Path) -> None:
+    folder = WeightsFolder(tmp_path)
+    folder.check_unused()
+    folder.publish(7, writer(b""))
+    with pytest.raises(ConfigError, match=r"^output_dir: .* already holds the weights of another run \(version 7\)"):
+        folder.check_unused()

@@ -1,0 +1,27 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+from latepix.config.schema import ModelConfig, RunConfig
+from latepix.metrics import MetricsWriter
+from latepix.runs import write_summary
+
+
+def test_traces_are_counted_as_such_not_as_samples(tmp_path: Path) -> None:
+    metrics = MetricsWriter(tmp_path / "metrics.jsonl")
+    # Eight rollouts: one failed, two of a group without spread were left out.
+    metrics.write(
+        0,
+        {
+            "rollout/traces/count": 8,
+            "rollout/failed/count": 1,
+            "batch/samples/count": 5,
+            "batch/bytes": 500,
+            "time/step_s": 2.0,
+        },
+    )
+    metrics.close()
+    config = RunConfig(output_dir=tmp_path, model=ModelConfig(path=tmp_path))
+    summary = write_summary(config, wall_s=1.0)
+    assert (summary["num_traces"], summary["num_quarantined"]) == (8, 1)
+    assert (summary["samples_per_s"], summary["wire_bytes_per_sample"]) == (2.5, 100)
