@@ -8,17 +8,18 @@ import json
 import signal
 import time
 from collections.abc import Generator
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from latepix.config.loader import write_config
 from latepix.config.schema import RunConfig
 from latepix.environments.base import load_environment
-from latepix.errors import ProcessFailed
+from latepix.errors import LatepixError, ProcessFailed
 from latepix.families.model_info import read_model_info
 from latepix.inference.client import InferenceClient, wait_until_healthy
 from latepix.inference.render import MessageRenderer
-from latepix.metrics import read_metrics
+from latepix.metrics import MetricsTail
 from latepix.orchestrator.group import check_evaluation
 from latepix.orchestrator.loop import mean_reward, play_split
 from latepix.processes import Child, free_port
@@ -35,6 +36,8 @@ _LOOK_S = 0.2
 def run_rl(config: RunConfig) -> dict[str, Any]:
     """Run the whole loop.
 
+    A run that fails or is interrupted leaves its summary and its report behind, too.
+
     Returns:
         What `summary.json` holds.
     Raises:
@@ -46,35 +49,45 @@ def run_rl(config: RunConfig) -> dict[str, Any]:
     check_inputs(config)
     new_run_folder(config.output_dir)
     path = write_config(config, config.output_dir)
-    title = f"latepix rl  {config.output_dir}  ({config.environment.type}, {config.model.path})"
-    with _children() as children, RunConsole(title, config.steps, done_key="time/publish_s") as console:
-        logs = config.output_dir / "logs"
-        threads = config.trainer.num_threads
-        inference = Child("inference", ["serve", "@", str(path)], logs, num_threads=threads)
-        children.append(inference)
-        trainer = Child("trainer", ["train", "@", str(path)], logs, num_threads=threads)
-        children.append(trainer)
-        orchestrator = Child("orchestrator", ["orchestrate", "@", str(path)], logs)
-        children.append(orchestrator)
-        console.status("loading the model")
-        while orchestrator.exit_code is None or trainer.exit_code is None:
-            for child in children:
-                child.check()
-            if inference.exit_code == 0:
-                raise ProcessFailed(f"The inference process ended before the run did. Its log: {inference.log_path}")
-            rows = read_metrics(config.output_dir / "metrics.jsonl")
-            if rows:
-                console.status(_what_now(rows, config))
-                console.update(rows)
-            time.sleep(_LOOK_S)
-        for child in (orchestrator, trainer):
-            child.check()
-        console.update(read_metrics(config.output_dir / "metrics.jsonl"))
+    try:
+        _run_processes(config, path)
+    except (LatepixError, KeyboardInterrupt) as error:
+        with contextlib.suppress(LatepixError, OSError):
+            write_summary(config, wall_s=time.monotonic() - started, error=str(error) or "interrupted")
+            write_report(config.output_dir)
+        raise
     summary = write_summary(config, wall_s=time.monotonic() - started)
     report = write_report(config.output_dir)
     print_summary(summary)
     print(f"report: {report}")
     return summary
+
+
+def _run_processes(config: RunConfig, path: Path) -> None:
+    """Start the three processes of a run and watch them to their end."""
+    title = f"latepix rl  {config.output_dir}  ({config.environment.type}, {config.model.path})"
+    logs = config.output_dir / "logs"
+    metrics = MetricsTail(config.output_dir / "metrics.jsonl")
+    with _children() as children, RunConsole(title, config.steps, done_key="time/publish_s") as console:
+        threads = {"serve": config.inference.num_threads, "train": config.trainer.num_threads, "orchestrate": 1}
+        names = {"serve": "inference", "train": "trainer", "orchestrate": "orchestrator"}
+        for command, name in names.items():
+            children.append(Child(name, [command, "@", str(path)], logs, num_threads=threads[command]))
+        inference, *others = children
+        console.status("loading the model")
+        while any(child.exit_code is None for child in others):
+            for child in children:
+                child.check()
+            if inference.exit_code == 0:
+                raise ProcessFailed(f"The inference process ended before the run did. Its log: {inference.log_path}")
+            rows = metrics.read()
+            if rows:
+                console.status(_what_now(rows, config))
+                console.update(rows)
+            time.sleep(_LOOK_S)
+        for child in others:
+            child.check()
+        console.update(metrics.read())
 
 
 def run_eval(config: RunConfig) -> dict[str, Any]:
@@ -92,7 +105,9 @@ def run_eval(config: RunConfig) -> dict[str, Any]:
     check_inputs(config)
     path = write_config(config, config.output_dir)
     with _children() as children:
-        inference = Child("inference", ["serve", "@", str(path)], config.output_dir / "logs")
+        inference = Child(
+            "inference", ["serve", "@", str(path)], config.output_dir / "logs", num_threads=config.inference.num_threads
+        )
         children.append(inference)
         base_url = f"http://{config.inference.host}:{config.inference.port}"
         wait_until_healthy(base_url, timeout_s=config.inference.startup_timeout_s, check=inference.check)

@@ -16,42 +16,97 @@ from pathlib import Path
 
 import msgspec
 
+from latepix.errors import TransportError
+
 
 class MetricsWriter:
     """Appends the scalars of a step to a JSONL file."""
 
     def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        self._path = path
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise TransportError(
+                f"Cannot open {path}: {error.strerror or error}. Choose another output_dir."
+            ) from error
 
     def write(self, step: int, values: Mapping[str, float | int | str]) -> None:
-        """Append one line. Numbers that are not finite are written as null: JSON has no word for them."""
+        """Append one line. Numbers that are not finite are written as null: JSON has no word for them.
+
+        Raises:
+            TransportError: the disk refused.
+        """
         row = {
             "step": step,
             **{k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()},
         }
-        os.write(self._fd, msgspec.json.encode(row) + b"\n")
+        line = msgspec.json.encode(row) + b"\n"
+        try:
+            if os.write(self._fd, line) == len(line):
+                return
+            # A part of a line would swallow the next one; the newline keeps the damage to this one.
+            os.write(self._fd, b"\n")
+            reason = "only a part fitted"
+        except OSError as error:
+            reason = error.strerror or str(error)
+        raise TransportError(
+            f"Cannot write {len(line)} bytes to {self._path}: {reason}. Free some space or choose another output_dir."
+        )
 
     def close(self) -> None:
         """Close the file."""
         os.close(self._fd)
 
 
+class MetricsTail:
+    """Reads a metrics file that may still be written, each line once.
+
+    Attributes:
+        num_skipped: lines that were damaged and left out.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+        self.num_skipped = 0
+        self._steps: dict[int, dict[str, float]] = {}
+
+    def read(self) -> list[dict[str, float]]:
+        """Return the rows so far, joined by step, in the order of the steps; an unfinished last line waits."""
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._offset)
+                new = file.read()
+        except FileNotFoundError:
+            return []
+        whole = new[: new.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        self.num_skipped += _join(whole.decode("utf-8", errors="replace"), self._steps)
+        return [self._steps[step] for step in sorted(self._steps)]
+
+
+def _join(lines: str, steps: dict[int, dict[str, float]]) -> int:
+    """Add lines to their steps; returns how many were damaged."""
+    num_skipped = 0
+    for line in lines.splitlines():
+        try:
+            row = json.loads(line)
+            step = int(row["step"])
+            steps.setdefault(step, {}).update(row)
+        except (ValueError, KeyError, TypeError):
+            num_skipped += 1
+    return num_skipped
+
+
 def read_metrics(path: Path) -> list[dict[str, float]]:
     """Read a metrics file and join its lines by step, in the order of the steps.
 
-    A last line that was cut off by a crash is left out; later lines of a step win over earlier ones.
+    A line that is damaged, such as a last one that was cut off by a crash, is left out; later lines of a step win over
+    earlier ones.
     """
-    steps: dict[int, dict[str, float]] = {}
-    if not path.exists():
-        return []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError:
-            continue
-        steps.setdefault(int(row["step"]), {}).update(row)
-    return [steps[step] for step in sorted(steps)]
+    return MetricsTail(path).read()
 
 
 def peak_rss_bytes() -> int:

@@ -123,6 +123,8 @@ def bind(host: str, port: int) -> socket.socket:
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         sock.bind((host, port))
+        # Without this, two servers could bind the same port and one of them would fail much later.
+        sock.listen()
     except OSError as error:
         sock.close()
         raise ConfigError(

@@ -14,6 +14,9 @@ from latepix.metrics import read_metrics
 from latepix.trace.ingress import ImageLimits, ImageSource, InlineImage, ingest_image
 from latepix.transport.files import write_bytes
 
+#: What is played in a run, as its failures are counted in the metrics.
+_AREAS = ("rollout", "eval", "final_eval")
+
 
 def new_run_folder(path: Path) -> Path:
     """Make a run folder.
@@ -41,12 +44,15 @@ def picture_door(images: ImagesConfig, info: ModelInfo) -> Callable[[ImageSource
     return lambda source: ingest_image(source, limits=limits, fit=fit)
 
 
-def write_summary(config: RunConfig, *, wall_s: float) -> dict[str, Any]:
-    """Boil a finished run down to `summary.json` and return it.
+def write_summary(config: RunConfig, *, wall_s: float, error: str | None = None) -> dict[str, Any]:
+    """Boil a run down to `summary.json` and return it.
 
     Args:
         config: of the run.
         wall_s: seconds the command took, start-up included.
+        error: why the run did not come to its end; None if it did.
+    Raises:
+        TransportError: the disk refused.
     """
     rows = read_metrics(config.output_dir / "metrics.jsonl")
     steps = [row for row in rows if "loss/mismatch_kl/mean" in row]
@@ -54,6 +60,7 @@ def write_summary(config: RunConfig, *, wall_s: float) -> dict[str, Any]:
     played = [row for row in rows if "batch/samples/count" in row]
     num_samples = sum(row["batch/samples/count"] for row in played)
     summary = {
+        "error": error,
         "steps": len(steps),
         "reward_first": played[0].get("rollout/reward/mean") if played else None,
         "reward_last": played[-1].get("rollout/reward/mean") if played else None,
@@ -62,7 +69,7 @@ def write_summary(config: RunConfig, *, wall_s: float) -> dict[str, Any]:
         "mismatch_kl_mean": _mean([row["loss/mismatch_kl/mean"] for row in steps]),
         "mismatch_kl_max": max((row["loss/mismatch_kl/mean"] for row in steps), default=None),
         "num_traces": int(sum(row["rollout/traces/count"] for row in played)),
-        "num_quarantined": int(sum(row["rollout/failed/count"] for row in played)),
+        "num_quarantined": int(sum(row.get(f"{area}/failed/count", 0) for row in rows for area in _AREAS)),
         "wall_s": wall_s,
         "samples_per_s": num_samples / max(1e-9, sum(row["time/step_s"] for row in played)),
         "wire_bytes_per_sample": sum(row["batch/bytes"] for row in played) / max(1, num_samples),

@@ -6,12 +6,12 @@ import torch
 import uvicorn
 
 from latepix.config.schema import RunConfig
+from latepix.families.base import torch_dtype
 from latepix.families.model_info import read_model_info
 from latepix.inference.local_engine import LocalEngine
 from latepix.inference.local_server import MAX_BODY_BYTES, EngineThread, build_app
 from latepix.processes import bind
 from latepix.trace.ingress import ImageLimits
-from latepix.trainer.checkpoint import torch_dtype
 
 
 def run_server(config: RunConfig) -> None:
@@ -22,7 +22,7 @@ def run_server(config: RunConfig) -> None:
     """
     inference = config.inference
     with bind(inference.host, inference.port) as sock:
-        torch.set_num_threads(config.trainer.num_threads)
+        torch.set_num_threads(inference.num_threads)
         # What passed the orchestrator's door has to pass here: fitted and encoded anew, a picture may have grown.
         max_pixels = max(config.images.max_pixels, read_model_info(config.model.path).grid.max_pixels)
         engine = LocalEngine(

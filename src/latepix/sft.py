@@ -73,31 +73,47 @@ def _task_order(environment: Environment, config: SftConfig, rng: np.random.Gene
 def demonstration_sample(
     environment: Environment, renderer: MessageRenderer, index: int, rng: np.random.Generator
 ) -> TrainingSample:
-    """Build the sample of one demonstration: the task's prompt, expanded here, and the answer's tokens.
+    """Build the sample of one demonstration: every turn's prompt, expanded here, and its answer's tokens.
+
+    As in a rollout, a turn extends the tokens of the turns before it; nothing is tokenized twice.
 
     Raises:
+        ConfigError: the environment demonstrates no turn, or the model's template rewrites earlier turns.
         PlaceholderMismatch: prompt, pictures and ranges do not fit.
     """
     task = environment.task("train", index)
-    answer = environment.demonstration(task, rng)
     info = renderer.info
-    prompt = renderer.render(task.messages)
-    lengths = [info.num_image_tokens(image) for image in iter_images(task.messages)]
-    expanded, ranges = expand_placeholders(prompt.token_ids, lengths, info.placeholder_ids)
-    answer_ids = renderer.answer_ids(answer)
     builder = TraceBuilder(f"demonstration-{index}", info.placeholder_ids)
-    builder.commit_turn(
-        messages=task.messages,
-        message_ends=prompt.message_ends,
-        logical_ids=prompt.token_ids,
-        effective_ids=expanded,
-        ranges=ranges,
-        reply=assistant_message(answer),
-        sampled_ids=answer_ids,
-        logprobs=[0.0] * len(answer_ids),
-        policy_version=None,
-        finish_reason="stop",
-    )
+    lengths: list[int] = []
+    last: tuple[list[int], list[int]] | None = None
+    for number, turn in enumerate(environment.demonstration_turns(task, rng)):
+        prompt = renderer.render(turn.messages) if last is None else renderer.extend(*last, turn.messages)
+        if prompt is None:
+            raise ConfigError(
+                f"environment.type: {environment.name}, task {task.id}, turn {number}: the template of "
+                f"{info.model_type} rewrites earlier turns, so that a demonstration of several turns is not one "
+                "sample; demonstrate a single turn instead."
+            )
+        lengths += [info.num_image_tokens(image) for image in iter_images(turn.messages)]
+        expanded, ranges = expand_placeholders(prompt.token_ids, lengths, info.placeholder_ids)
+        answer_ids = renderer.answer_ids(turn.answer)
+        builder.commit_turn(
+            messages=turn.messages,
+            message_ends=prompt.message_ends,
+            logical_ids=prompt.token_ids,
+            effective_ids=expanded,
+            ranges=ranges,
+            reply=assistant_message(turn.answer),
+            sampled_ids=answer_ids,
+            logprobs=[0.0] * len(answer_ids),
+            policy_version=None,
+            finish_reason="stop",
+        )
+        last = (prompt.token_ids, answer_ids)
+    if last is None:
+        raise ConfigError(
+            f"environment.type: {environment.name}, task {task.id}: its demonstration has 0 turns, wanted at least 1."
+        )
     trace = Trace(id=builder.trace_id, environment=environment.name, task_id=task.id, nodes=tuple(builder.nodes))
     (sample,) = trace_to_samples(trace)
     validate_sample(sample, info)

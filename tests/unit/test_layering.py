@@ -45,7 +45,7 @@ TOOLS = {"families", "transport", *CLIENT}
 HELPERS = {"runs", "processes"}
 BELOW = {
     "errors": set(),
-    "metrics": set(),
+    "metrics": {"errors"},
     "trace": {"errors"},
     "config": {"errors"},
     "families": SHARED | TOOLS,

@@ -36,7 +36,7 @@ class EnvironmentConfig(Section):
     """What the policy acts in."""
 
     type: str = "digits"
-    """`digits`, `digit-sum`, or `module:Class` for an environment of your own."""
+    """`digits`, `digit-sum`, `codeword`, or `module:Class` for an environment of your own."""
     picture_px: Annotated[int, Field(ge=8, le=4096)] = 32
     """Side of the square pictures of the built-in environments, pixels."""
     blank_pictures: bool = False
@@ -44,7 +44,7 @@ class EnvironmentConfig(Section):
     demonstration_noise: Fraction = 0.0
     """Share of demonstrations (SFT) whose answer is drawn at random, so that the warm start keeps exploring."""
     num_demonstrations: Annotated[int, Field(ge=0)] = 0
-    """Labelled pictures that SFT may use; 0 means all training tasks."""
+    """Training tasks that SFT may use, each with its answer; 0 means all."""
 
 
 class ImagesConfig(Section):
@@ -74,8 +74,6 @@ class SamplingConfig(Section):
 class InferenceConfig(Section):
     """The server that samples."""
 
-    engine: Literal["local"] = "local"
-    """`local`: the built-in engine on this machine."""
     host: str = "127.0.0.1"
     """Address to bind and to connect to."""
     port: Annotated[int, Field(ge=0, le=65535)] = 0
@@ -88,6 +86,8 @@ class InferenceConfig(Section):
     """Prompt and answer together, in tokens."""
     max_batch_size: Positive = 256
     """Sequences the local engine decodes together."""
+    num_threads: Positive = 1
+    """OpenMP threads of the server."""
     batch_window_ms: Annotated[float, Field(ge=0, le=1000)] = 3.0
     """How long the local engine waits for company after a first request."""
 
@@ -145,11 +145,10 @@ class LossConfig(Section):
     """Weight of the mean entropy, in nats."""
 
 
-class TrainerConfig(Section):
-    """The optimizer step."""
+class TrainStepConfig(Section):
+    """One optimizer step, in `rl` and in `sft`."""
 
     optim: OptimConfig = OptimConfig()
-    loss: LossConfig = LossConfig()
     layout: Literal["auto", "packed", "padded"] = "auto"
     """Samples as one row, as padded rows, or whichever is cheaper and allowed by the family's policy."""
     logprob_chunk_tokens: Positive = 2048
@@ -157,7 +156,13 @@ class TrainerConfig(Section):
     image_cache_bytes: Annotated[int, Field(ge=0)] = 256_000_000
     """Processed pictures kept between micro batches."""
     num_threads: Positive = 1
-    """OpenMP threads of the trainer and of the local engine, each."""
+    """OpenMP threads of the trainer."""
+
+
+class TrainerConfig(TrainStepConfig):
+    """The trainer process of `rl`."""
+
+    loss: LossConfig = LossConfig()
     wait_timeout_s: Annotated[float, Field(gt=0)] = 1800.0
     """How long a process waits for another one's batch or weights."""
 
@@ -226,7 +231,7 @@ class SftConfig(_Command):
     """Optimizer steps."""
     batch_size: Positive = 32
     """Samples in one step."""
-    trainer: TrainerConfig = TrainerConfig()
+    trainer: TrainStepConfig = TrainStepConfig()
     micro_batch_tokens: Positive = 16384
     """Tokens in one forward-backward."""
 

@@ -38,6 +38,18 @@ class Task(msgspec.Struct, frozen=True):
     answer: str
 
 
+class Turn(msgspec.Struct, frozen=True):
+    """One turn of a demonstration.
+
+    Attributes:
+        messages: what is new in the conversation before the answer.
+        answer: what to say, as text.
+    """
+
+    messages: tuple[Message, ...]
+    answer: str
+
+
 class Score(msgspec.Struct, frozen=True):
     """What a rollout earned: the scalar that is trained on, and its named parts for people."""
 
@@ -84,8 +96,15 @@ class Environment(ABC):
         return self.score(task, await policy.respond(task.messages))
 
     def demonstration(self, task: Task, rng: np.random.Generator) -> str:
-        """Return an answer to imitate (SFT)."""
+        """Return an answer to imitate (SFT), for a task of one turn."""
         return task.answer
+
+    def demonstration_turns(self, task: Task, rng: np.random.Generator) -> Sequence[Turn]:
+        """Return a conversation to imitate (SFT): `demonstration` in one turn unless overridden.
+
+        An environment with several turns gives the messages that `rollout` would add, each with its answer.
+        """
+        return (Turn(messages=task.messages, answer=self.demonstration(task, rng)),)
 
     def demonstration_indices(self) -> list[int]:
         """Return the training tasks that SFT may use, `num_demonstrations` of them or all."""
@@ -131,6 +150,7 @@ def load_environment(config: EnvironmentConfig, ingest: Ingest) -> Environment:
 
 
 _BUILT_IN = {
+    "codeword": "latepix.environments.codeword:Codeword",
     "digits": "latepix.environments.digits:Digits",
     "digit-sum": "latepix.environments.digits:DigitSum",
 }

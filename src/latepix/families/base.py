@@ -20,6 +20,11 @@ from transformers import PreTrainedModel
 from latepix.families.model_info import ModelInfo
 
 
+def torch_dtype(name: str) -> torch.dtype:
+    """Return the torch dtype of a config value."""
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
+
+
 class ForwardPolicy(msgspec.Struct, frozen=True):
     """How a family's forward may be called.
 

@@ -63,6 +63,11 @@ class EngineThread:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
+    @property
+    def is_alive(self) -> bool:
+        """Whether requests are still answered."""
+        return self._thread.is_alive()
+
     def submit(self, request: GenerateRequest) -> Future[GenerateResponse]:
         """Queue a request.
 
@@ -234,6 +239,10 @@ def build_app(engine_thread: EngineThread, *, served_model_name: str = "policy")
         return _json(await asyncio.wrap_future(engine_thread.submit(parsed)))
 
     async def health(request: Request) -> Response:
+        if not engine_thread.is_alive:
+            return _json(
+                {"error": {"message": "The engine's thread has ended; see the server's log."}}, status_code=503
+            )
         return _json({"status": "ok", "peak_rss_bytes": peak_rss_bytes()})
 
     async def models(request: Request) -> Response:

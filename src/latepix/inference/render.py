@@ -61,12 +61,10 @@ class RenderedPrompt(msgspec.Struct, frozen=True):
     Attributes:
         token_ids: unexpanded ids, generation prompt included.
         message_ends: per new message, the end of its tokens.
-        extends_history: whether the tokens of the turns before are its beginning.
     """
 
     token_ids: list[int]
     message_ends: list[int]
-    extends_history: bool
 
 
 class MessageRenderer:
@@ -92,7 +90,6 @@ class MessageRenderer:
         return RenderedPrompt(
             token_ids=list(rendered.token_ids),
             message_ends=_message_ends(rendered.message_indices, 0, len(messages)),
-            extends_history=False,
         )
 
     def extend(
@@ -118,7 +115,6 @@ class MessageRenderer:
         return RenderedPrompt(
             token_ids=list(rendered.token_ids),
             message_ends=_message_ends(rendered.message_indices, history, len(messages)),
-            extends_history=True,
         )
 
     def parse(self, prompt_ids: Sequence[int], sampled_ids: Sequence[int]) -> Message:

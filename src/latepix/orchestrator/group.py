@@ -94,7 +94,7 @@ def rollout_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
     rewards = [float(trace.reward or 0.0) for trace in traces]
     mean = sum(rewards) / len(rewards)
     sampled = [trace.num_sampled_tokens for trace in traces]
-    total = [sum(len(node.token_ids) for node in trace.nodes) for trace in traces]
+    total = [trace.num_tokens for trace in traces]
     image_tokens = sum(placed.length for trace in traces for node in trace.nodes for placed in node.ranges)
     return values | {
         "rollout/reward/mean": mean,

@@ -17,7 +17,7 @@ from latepix.inference.client import InferenceClient, Sampling, wait_until_healt
 from latepix.inference.render import MessageRenderer
 from latepix.metrics import MetricsWriter, peak_rss_bytes
 from latepix.orchestrator.batch import prepare_batch, validate_sample
-from latepix.orchestrator.group import ScoredGroup, check_failures, rollout_metrics, score_group
+from latepix.orchestrator.group import ScoredGroup, check_evaluation, check_failures, rollout_metrics, score_group
 from latepix.orchestrator.rollout import RolloutSpec, make_task, play
 from latepix.orchestrator.samples import trace_to_samples
 from latepix.runs import picture_door
@@ -51,8 +51,10 @@ class Orchestrator:
         self.batches = BatchFolder(config.output_dir)
         self.weights = WeightsFolder(config.output_dir)
         self.weights.check_unused()
+        self.batches.check_unused()
         self.traces = TraceWriter(config.output_dir)
         self.metrics = MetricsWriter(config.output_dir / "metrics.jsonl")
+        self.max_model_len = min(config.inference.max_model_len, self.info.max_position_embeddings)
         self.policy_version = 0
         self._next_eval = 0.0
 
@@ -163,7 +165,12 @@ class Orchestrator:
 
     async def _play(self, spec: RolloutSpec) -> Trace:
         return await play(
-            self.environment, self.client, self.renderer, spec, max_images=self.config.images.max_per_prompt
+            self.environment,
+            self.client,
+            self.renderer,
+            spec,
+            max_images=self.config.images.max_per_prompt,
+            max_model_len=self.max_model_len,
         )
 
     def _task_indices(self, step: int) -> list[int]:
@@ -222,12 +229,16 @@ class Orchestrator:
             self.environment, self.client, self.renderer, self.config, split=split, policy_version=self.policy_version
         )
         self.traces.write(f"{area}_{self.policy_version:06d}", traces)
+        failed = [trace for trace in traces if trace.failure is not None]
+        if failed:
+            self.traces.append_quarantine(failed)
+        check_evaluation(traces, split=split)
         self.metrics.write(
             self.policy_version,
             {
                 f"{area}/reward/mean": mean_reward(traces),
                 f"{area}/tasks/count": len(traces),
-                f"{area}/failed/count": sum(trace.failure is not None for trace in traces),
+                f"{area}/failed/count": len(failed),
                 f"time/{area}_s": time.monotonic() - started,
             },
         )
@@ -260,7 +271,14 @@ async def play_split(
                 sampling=Sampling(temperature=0.0, max_tokens=config.sampling.max_tokens),
                 problem=problem,
             )
-            return await play(environment, client, renderer, spec, max_images=config.images.max_per_prompt)
+            return await play(
+                environment,
+                client,
+                renderer,
+                spec,
+                max_images=config.images.max_per_prompt,
+                max_model_len=min(config.inference.max_model_len, renderer.info.max_position_embeddings),
+            )
 
     return await asyncio.gather(*(play_one(index) for index in range(num_tasks)))
 

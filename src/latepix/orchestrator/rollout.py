@@ -61,20 +61,46 @@ class ServedPolicy:
     """The policy behind a server, in one conversation; records every turn."""
 
     def __init__(
-        self, client: InferenceClient, renderer: MessageRenderer, spec: RolloutSpec, *, max_images: int
+        self,
+        client: InferenceClient,
+        renderer: MessageRenderer,
+        spec: RolloutSpec,
+        *,
+        max_images: int,
+        max_model_len: int,
     ) -> None:
         self._client = client
         self._renderer = renderer
         self._spec = spec
         self._max_images = max_images
+        self._max_model_len = max_model_len
         self._history: list[Message] = []
         self._images: list[InlineImage] = []
         self._num_turns = 0
+        self._is_responding = False
+        self.is_out_of_room = False
         self._last: tuple[list[int], list[int]] | None = None
         self.builder = TraceBuilder(spec.trace_id, renderer.info.placeholder_ids)
 
     async def respond(self, messages: Sequence[Message]) -> Message:
-        """Add messages to the conversation and return the assistant's answer."""
+        """Add messages to the conversation and return the assistant's answer.
+
+        Once the conversation has no room for another token the answer is empty, and the trace says so.
+
+        Raises:
+            EnvError: another answer of this conversation is still awaited.
+        """
+        if self._is_responding:
+            raise EnvError("respond was called while another answer of the same conversation was awaited")
+        self._is_responding = True
+        try:
+            return await self._respond(messages)
+        finally:
+            self._is_responding = False
+
+    async def _respond(self, messages: Sequence[Message]) -> Message:
+        if self.is_out_of_room:
+            return Message(role="assistant")
         rendered, new = self._render(messages)
         images = [*self._images, *iter_images(messages)]
         if len(images) > self._max_images:
@@ -85,7 +111,14 @@ class ServedPolicy:
             )
         # Turns are far apart in seed space so that siblings' consecutive seeds never meet another turn's.
         seed = (self._spec.sampling.seed + self._num_turns * 1_000_003) % (1 << 31)
-        sampling = msgspec.structs.replace(self._spec.sampling, seed=seed)
+        image_tokens = sum(self._renderer.info.num_image_tokens(image) for image in images)
+        room = self._max_model_len - (len(rendered.token_ids) - len(images) + image_tokens)
+        if room < 1:
+            self.is_out_of_room = True
+            return Message(role="assistant")
+        sampling = msgspec.structs.replace(
+            self._spec.sampling, seed=seed, max_tokens=min(self._spec.sampling.max_tokens, room)
+        )
         answer = await self._client.generate(
             Prompt(token_ids=tuple(rendered.token_ids), images=tuple(images)), sampling
         )
@@ -138,13 +171,19 @@ async def play(
     spec: RolloutSpec,
     *,
     max_images: int,
+    max_model_len: int,
 ) -> Trace:
     """Play one task; whatever goes wrong with this rollout is recorded on its trace.
 
+    Args:
+        environment, client, renderer: what plays.
+        spec: what is played, and how.
+        max_images: most pictures in the conversation.
+        max_model_len: most tokens in the conversation; a longer one ends with empty answers.
     Returns:
         The trace, with a finite `reward`, or with `failure`.
     """
-    policy = ServedPolicy(client, renderer, spec, max_images=max_images)
+    policy = ServedPolicy(client, renderer, spec, max_images=max_images, max_model_len=max_model_len)
     failure = spec.problem
     score: Score | None = None
     if failure is None:
@@ -166,6 +205,7 @@ async def play(
         reward=float(score.reward) if score else None,
         reward_parts={name: float(value) for name, value in score.parts.items()} if score else {},
         failure=failure,
+        is_out_of_room=policy.is_out_of_room,
         answer=spec.task.answer,
     )
 

@@ -23,7 +23,7 @@ import msgspec
 from PIL import Image
 
 from latepix.errors import ConfigError
-from latepix.metrics import read_metrics
+from latepix.metrics import MetricsTail
 from latepix.trace.graph import Trace
 from latepix.trace.ingress import InlineImage
 from latepix.trace.messages import iter_images
@@ -181,11 +181,14 @@ def _read_object(path: Path, consequence: str, notes: list[str]) -> dict[str, An
 
 
 def _read_series(path: Path, notes: list[str]) -> dict[str, Series]:
+    tail = MetricsTail(path)
     try:
-        rows = read_metrics(path)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        notes.append(f"{path.name} holds a line that is not a row of metrics ({error!r}); no curves are drawn.")
+        rows = tail.read()
+    except OSError as error:
+        notes.append(f"{path.name} cannot be read ({error.strerror}); no curves are drawn.")
         return {}
+    if tail.num_skipped:
+        notes.append(f"{path.name} holds {tail.num_skipped} lines that are no rows of metrics; they were skipped.")
     points: dict[str, list[tuple[int, float]]] = defaultdict(list)
     for row in rows:
         for key, value in row.items():

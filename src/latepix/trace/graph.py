@@ -69,6 +69,7 @@ class Trace(msgspec.Struct, frozen=True, omit_defaults=True):
         reward_parts: named parts of the reward, for people.
         advantage: reward relative to the group, set once the group is complete.
         failure: set if the rollout failed.
+        is_out_of_room: the conversation filled the model's length; answers after that were empty.
         answer: the task's expected answer, for people.
     """
 
@@ -83,6 +84,7 @@ class Trace(msgspec.Struct, frozen=True, omit_defaults=True):
     reward_parts: dict[str, float] = {}
     advantage: float | None = None
     failure: RolloutFailure | None = None
+    is_out_of_room: bool = False
     answer: str = ""
 
     @property
@@ -103,8 +105,13 @@ class Trace(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def is_truncated(self) -> bool:
-        """Whether any answer was cut at the token limit."""
-        return any(node.finish_reason == "length" for node in self.nodes)
+        """Whether any answer was cut at the token limit, or left out because the model's length was full."""
+        return self.is_out_of_room or any(node.finish_reason == "length" for node in self.nodes)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all nodes, each counted once."""
+        return sum(len(node.token_ids) for node in self.nodes)
 
     @property
     def num_sampled_tokens(self) -> int:

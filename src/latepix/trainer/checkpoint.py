@@ -6,7 +6,6 @@ import json
 import shutil
 from pathlib import Path
 
-import torch
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
@@ -47,8 +46,3 @@ def export_model(source: Path, out: Path, model: PreTrainedModel, adapter: Adapt
         write_weights(folder, model, adapter)
 
     return write_folder(out, write)
-
-
-def torch_dtype(name: str) -> torch.dtype:
-    """Return the torch dtype of a config value."""
-    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]

@@ -10,12 +10,12 @@ import msgspec
 import numpy as np
 import torch
 
-from latepix.config.schema import ModelConfig, TrainerConfig
-from latepix.errors import NonFiniteLoss
+from latepix.config.schema import ModelConfig, TrainStepConfig
+from latepix.errors import ConfigError, NonFiniteLoss
+from latepix.families.base import torch_dtype
 from latepix.families.model_info import read_model_info
 from latepix.families.registry import get_adapter
 from latepix.trace.training import Batch, MicroBatch
-from latepix.trainer.checkpoint import torch_dtype
 from latepix.trainer.forward import forward
 from latepix.trainer.loss import LossInputs, LossOutputs
 from latepix.trainer.materialize import Materializer, MMInputs
@@ -31,9 +31,18 @@ class StepMetrics(msgspec.Struct, frozen=True):
 
 
 class TrainStep:
-    """The model, its optimizer and its materializer."""
+    """The model, its optimizer and its materializer.
 
-    def __init__(self, model: ModelConfig, trainer: TrainerConfig, *, loss: Loss, total_steps: int) -> None:
+    Raises:
+        ConfigError: the model cannot be loaded, or not be trained in the dtype asked for.
+    """
+
+    def __init__(self, model: ModelConfig, trainer: TrainStepConfig, *, loss: Loss, total_steps: int) -> None:
+        if model.dtype != "float32":
+            raise ConfigError(
+                f"model.dtype: got {model.dtype}, wanted float32 for training: AdamW on {model.dtype} weights rounds "
+                f"small updates away. ({model.dtype} is for `serve` and `eval`.)"
+            )
         torch.set_num_threads(trainer.num_threads)
         self.config = trainer
         self.info = read_model_info(model.path)
@@ -66,6 +75,7 @@ class TrainStep:
         self.model.zero_grad(set_to_none=True)
         started = time.monotonic()
         processed, busy = self.materializer.num_processed, self.materializer.busy_s
+        hits = self.materializer.num_hits
         sums: dict[str, float] = {"loss/total": 0.0}
         maxima: dict[str, float] = {}
         waited = 0.0
@@ -93,6 +103,7 @@ class TrainStep:
                 "train/tokens/sum": num_tokens,
                 "train/loss_tokens/sum": batch.num_loss_tokens,
                 "perf/tokens_per_s": num_tokens / seconds,
+                "materialize/cache_hits/count": self.materializer.num_hits - hits,
                 "materialize/pictures/count": self.materializer.num_processed - processed,
                 "time/materialize_s": self.materializer.busy_s - busy,
                 "time/wait_pixels_s": waited,

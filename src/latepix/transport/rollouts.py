@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from latepix.errors import TransportError
+from latepix.errors import ConfigError, TransportError
 from latepix.trace.training import Batch, decode_batch, encode_batch
 from latepix.transport.files import wait_for, write_bytes
 
@@ -19,6 +19,19 @@ class BatchFolder:
     def __init__(self, run_dir: Path) -> None:
         self.path = run_dir / "batches"
         self.path.mkdir(parents=True, exist_ok=True)
+
+    def check_unused(self) -> None:
+        """Refuse a folder in which batches of another run wait to be trained.
+
+        Raises:
+            ConfigError: says how many.
+        """
+        left = sorted(self.path.glob("step_*.msgpack"))
+        if left:
+            raise ConfigError(
+                f"output_dir: {self.path} holds {len(left)} batches of another run ({left[0].name}, ...). Choose "
+                "another output_dir, or remove the folder."
+            )
 
     def send(self, batch: Batch) -> int:
         """Write a batch; returns its size in bytes.

@@ -87,10 +87,18 @@ def make_spec(environment: Environment, *, seed: int = 5) -> RolloutSpec:
     )
 
 
-def run(environment: Environment, client: FakeClient, renderer: MessageRenderer, *, max_images: int = 64) -> Trace:
+def run(
+    environment: Environment,
+    client: FakeClient,
+    renderer: MessageRenderer,
+    *,
+    max_images: int = 64,
+    max_model_len: int = 4096,
+) -> Trace:
     async def main() -> Trace:
+        spec = make_spec(environment)
         try:
-            return await play(environment, client, renderer, make_spec(environment), max_images=max_images)
+            return await play(environment, client, renderer, spec, max_images=max_images, max_model_len=max_model_len)
         finally:
             await client.close()
 
@@ -290,3 +298,34 @@ def test_prompts_are_plain(info: ModelInfo, renderer: MessageRenderer) -> None:
     assert client.prompts == [
         Prompt(token_ids=tuple(renderer.render([user_message(A, "which digit?")]).token_ids), images=(A,))
     ]
+
+
+def test_a_conversation_that_fills_the_models_length_ends_with_empty_answers(
+    info: ModelInfo, renderer: MessageRenderer
+) -> None:
+    seven = renderer.answer_ids("7")
+    first_prompt = run(OneTurn(exact), FakeClient(info=info, replies=[seven]), renderer).num_tokens - len(seven)
+    client = FakeClient(info=info, replies=[seven, seven, seven])
+    trace = run(Conversation(exact), client, renderer, max_model_len=first_prompt + 3)
+    assert client.samplings[0].max_tokens == 3
+    assert len(client.prompts) == 1
+    assert trace.is_out_of_room
+    assert trace.is_truncated
+    assert (trace.failure, trace.reward) == (None, 0.0)
+
+
+def test_two_answers_of_one_conversation_cannot_be_awaited_at_once(info: ModelInfo, renderer: MessageRenderer) -> None:
+    class Impatient(OneTurn):
+        async def rollout(self, task: Task, policy: Policy) -> Score:
+            await asyncio.gather(policy.respond(task.messages), policy.respond(task.messages))
+            return Score(reward=1.0)
+
+    class SlowClient(FakeClient):
+        async def generate(self, prompt: Prompt, sampling: Sampling) -> Generation:
+            await asyncio.sleep(0)
+            return await super().generate(prompt, sampling)
+
+    client = SlowClient(info=info, replies=[renderer.answer_ids("7")] * 2)
+    trace = run(Impatient(exact), client, renderer)
+    assert trace.failure is not None
+    assert "while another answer" in trace.failure.message

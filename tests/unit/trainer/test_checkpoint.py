@@ -10,8 +10,9 @@ from safetensors.torch import load_file
 from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer
 
 from latepix.errors import CheckpointError, ConfigError
+from latepix.families.base import torch_dtype
 from latepix.families.model_info import read_model_info
-from latepix.trainer.checkpoint import export_model, torch_dtype, write_weights
+from latepix.trainer.checkpoint import export_model, write_weights
 from tests.tiny.policy import Policy, load_policy, make_sample, score
 
 
