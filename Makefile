@@ -13,7 +13,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 CPU := -m "not gpu and not multi_gpu and not vllm and not network"
 
 .DEFAULT_GOAL := help
-.PHONY: help install fmt check test numerics integration gpu demo bench clean
+.PHONY: help install fmt check test numerics properties integration gpu demo bench clean
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z_-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -41,6 +41,9 @@ test: install ## every test that needs neither a GPU nor vLLM nor the network
 
 numerics: install ## the equalities: packed = one by one, engine = trainer, ...
 	$(PYTEST) $(CPU) tests/numerics
+
+properties: install ## the property tests with 10,000 random cases each (some minutes)
+	LATEPIX_PROPERTY_CASES=10000 $(PYTEST) tests/unit/orchestrator/test_batch_properties.py
 
 integration: install ## whole runs on the tiny model
 	$(PYTEST) $(CPU) tests/integration

@@ -9,20 +9,23 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from latepix.families.registry import get_adapter
 from latepix.orchestrator.batch import prepare_batch
 from latepix.orchestrator.samples import trace_to_samples
 from latepix.trace.graph import Trace
-from latepix.trace.ingress import InlineImage, ingest_image
+from latepix.trace.ingress import GridFit, ImageAccess, ImageLimits, InlineImage, ingest_image
 from latepix.trace.refs import ImageRef, MMRefs
 from latepix.trace.store import read_traces
 from latepix.trace.training import MicroBatch, TrainingSample
 
 if TYPE_CHECKING:
-    from latepix.families.registry import get_adapter
     from latepix.trainer.materialize import materialize_mm_refs
 
 __version__ = "0.1.0"
 __all__ = [
+    "GridFit",
+    "ImageAccess",
+    "ImageLimits",
     "ImageRef",
     "InlineImage",
     "MMRefs",
@@ -37,13 +40,8 @@ __all__ = [
     "trace_to_samples",
 ]
 
-_LAZY = {
-    "get_adapter": "latepix.families.registry",
-    "materialize_mm_refs": "latepix.trainer.materialize",
-}
-
 
 def __getattr__(name: str) -> Any:
-    if name in _LAZY:
-        return getattr(importlib.import_module(_LAZY[name]), name)
+    if name == "materialize_mm_refs":
+        return importlib.import_module("latepix.trainer.materialize").materialize_mm_refs
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

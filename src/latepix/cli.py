@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import TypeVar
 
 from latepix.config.loader import load_config
-from latepix.config.schema import RunConfig, SftConfig
+from latepix.config.schema import BudgetConfig, RunConfig, SftConfig
 from latepix.errors import LatepixError
 from latepix.families.model_info import read_model_info
 from latepix.processes import die_with_parent
 from latepix.report.console import print_error
 
-ConfigT = TypeVar("ConfigT", RunConfig, SftConfig)
+ConfigT = TypeVar("ConfigT", RunConfig, BudgetConfig, SftConfig)
 
 _USAGE = """\
 usage: latepix COMMAND [@ config.toml] [--section.key value ...]
@@ -27,6 +27,8 @@ usage: latepix COMMAND [@ config.toml] [--section.key value ...]
   serve        the inference server alone
   orchestrate  the orchestrator alone
   train        the trainer alone
+  budget       tokens and bytes of the environment's pictures and turns, before a run; needs no server
+  replay       RUN_DIR [--id TRACE_ID]: plays quarantined rollouts again and shows their full errors
   report       RUN_DIR: one self-contained HTML page
   tiny         --family qwen3_vl OUT: a tiny random model of the real class, no download
 
@@ -133,6 +135,44 @@ def _train(args: list[str]) -> int:
     return _configured(RunConfig, args, "train", run)
 
 
+def _budget(args: list[str]) -> int:
+    def run(config: BudgetConfig) -> None:
+        from latepix.budget import run_budget
+
+        run_budget(config)
+
+    return _configured(BudgetConfig, args, "budget", run)
+
+
+def _replay(args: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="latepix replay",
+        description="Play the quarantined rollouts of a run again and show their full errors.",
+        epilog="Exit status: 0 if every one fails again for the same reason, 1 if one does not, 2 if it cannot replay.",
+    )
+    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("--id", metavar="TRACE_ID", dest="trace_id", help="only this rollout, such as s3-g7-r2")
+    parser.add_argument("--limit", metavar="N", type=_positive, help="only the first N")
+    parser.add_argument(
+        "--model", metavar="PATH", type=Path, help="default: RUN_DIR/model, or else the run's model.path"
+    )
+    parsed = parser.parse_args(args)
+    from latepix.replay import run_replay
+
+    try:
+        return run_replay(parsed.run_dir, trace_id=parsed.trace_id, limit=parsed.limit, model=parsed.model)
+    except LatepixError as error:
+        # Status 1 says that an outcome differs, so it is not for errors here.
+        print_error(error)
+        return 2
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"got {text!r}, wanted a whole number above 0")
+    return int(text)
+
+
 def _report(args: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="latepix report", description="Write report.html into a run folder.")
     parser.add_argument("run_dir", type=Path)
@@ -173,6 +213,8 @@ _COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "serve": _serve,
     "orchestrate": _orchestrate,
     "train": _train,
+    "budget": _budget,
+    "replay": _replay,
     "report": _report,
     "tiny": _tiny,
 }

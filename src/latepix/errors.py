@@ -6,6 +6,7 @@
     |-- PlaceholderMismatch(ValueError)     pictures, ranges and placeholder tokens do not fit each other
     |-- RolloutError(RuntimeError)          one rollout failed; it is recorded and the run goes on
     |   |-- EnvError                        the environment raised
+    |   |-- RolloutTimeout                  it did not come to its end in time
     |   `-- InferenceError                  the server refused, failed or answered something that does not fit
     |-- TransportError(RuntimeError)        a batch or weights could not be written or read
     |   |-- StaleWeights                    weights that were asked for are not the ones that are served
@@ -58,6 +59,12 @@ class EnvError(RolloutError):
     """The environment raised while playing or scoring a rollout."""
 
     reason = "environment_raised"
+
+
+class RolloutTimeout(RolloutError):
+    """A rollout did not come to its end in time."""
+
+    reason = "timeout"
 
 
 class InferenceError(RolloutError):

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from latepix.budget import measure_budget, print_briefly
 from latepix.config.loader import write_config
 from latepix.config.schema import RunConfig
 from latepix.environments.base import load_environment
@@ -31,6 +32,8 @@ from latepix.transport.files import write_bytes
 
 #: How often the launcher looks at its children and at the metrics, seconds.
 _LOOK_S = 0.2
+#: What is played without a server before a run starts, to say what pictures cost: tasks, and seconds.
+_BUDGET_TASKS, _BUDGET_S = 16, 1.0
 
 
 def run_rl(config: RunConfig) -> dict[str, Any]:
@@ -46,21 +49,22 @@ def run_rl(config: RunConfig) -> dict[str, Any]:
     """
     started = time.monotonic()
     config = _with_port(config)
-    check_inputs(config)
-    new_run_folder(config.output_dir)
-    path = write_config(config, config.output_dir)
-    try:
-        _run_processes(config, path)
-    except (LatepixError, KeyboardInterrupt) as error:
-        with contextlib.suppress(LatepixError, OSError):
-            write_summary(config, wall_s=time.monotonic() - started, error=str(error) or "interrupted")
-            write_report(config.output_dir)
-        raise
-    summary = write_summary(config, wall_s=time.monotonic() - started)
-    report = write_report(config.output_dir)
-    print_summary(summary)
-    print(f"report: {report}")
-    return summary
+    # Finds the mistakes of `check_inputs`, too.
+    budget = measure_budget(config, num_tasks=_BUDGET_TASKS, time_limit_s=_BUDGET_S)
+    with new_run_folder(config.output_dir):
+        path = write_config(config, config.output_dir)
+        print_briefly(budget)
+        try:
+            _run_processes(config, path)
+        except (LatepixError, KeyboardInterrupt) as error:
+            with contextlib.suppress(LatepixError, OSError):
+                write_summary(config, wall_s=time.monotonic() - started, error=str(error) or "interrupted")
+                write_report(config.output_dir)
+            raise
+        summary = write_summary(config, wall_s=time.monotonic() - started)
+        print_summary(summary)
+        print(f"report: {write_report(config.output_dir)}")
+        return summary
 
 
 def _run_processes(config: RunConfig, path: Path) -> None:
@@ -75,7 +79,10 @@ def _run_processes(config: RunConfig, path: Path) -> None:
             children.append(Child(name, [command, "@", str(path)], logs, num_threads=threads[command]))
         inference, *others = children
         console.status("loading the model")
+        orchestrator = others[-1]
         while any(child.exit_code is None for child in others):
+            if orchestrator.exit_code == 0 and not _is_over(metrics.read(), config):
+                break
             for child in children:
                 child.check()
             if inference.exit_code == 0:
@@ -87,7 +94,15 @@ def _run_processes(config: RunConfig, path: Path) -> None:
             time.sleep(_LOOK_S)
         for child in others:
             child.check()
-        console.update(metrics.read())
+        rows = metrics.read()
+        console.update(rows)
+        if not _is_over(rows, config):
+            raise ProcessFailed(f"The orchestrator process ended before the run did. Its log: {logs}/orchestrator.log")
+
+
+def _is_over(rows: list[dict[str, float]], config: RunConfig) -> bool:
+    """Whether the orchestrator has measured the last weights, which is the last thing it does."""
+    return bool(rows) and rows[-1]["step"] == config.steps and "final_eval/reward/mean" in rows[-1]
 
 
 def run_eval(config: RunConfig) -> dict[str, Any]:
@@ -100,9 +115,24 @@ def run_eval(config: RunConfig) -> dict[str, Any]:
         ProcessFailed: the server died.
         RolloutError: every rollout failed.
     """
-    config = _with_port(config)
     config = config.model_copy(update={"output_dir": config.output_dir / "eval"})
     check_inputs(config)
+    with inference_server(config) as base_url:
+        result = asyncio.run(_evaluate(config, base_url))
+    write_bytes(config.output_dir / "eval.json", (json.dumps(result, indent=2) + "\n").encode())
+    print(json.dumps(result))
+    return result
+
+
+@contextlib.contextmanager
+def inference_server(config: RunConfig) -> Generator[str]:
+    """Run the inference server of a config, with its log in `output_dir`/logs; yields its address once it answers.
+
+    Raises:
+        ConfigError: the port is taken.
+        ProcessFailed: the server died.
+    """
+    config = _with_port(config)
     path = write_config(config, config.output_dir)
     with _children() as children:
         inference = Child(
@@ -112,13 +142,10 @@ def run_eval(config: RunConfig) -> dict[str, Any]:
         base_url = f"http://{config.inference.host}:{config.inference.port}"
         wait_until_healthy(base_url, timeout_s=config.inference.startup_timeout_s, check=inference.check)
         try:
-            result = asyncio.run(_evaluate(config, base_url))
+            yield base_url
         finally:
             # A server that died explains better than the rollouts that failed for it.
             inference.check()
-    write_bytes(config.output_dir / "eval.json", (json.dumps(result, indent=2) + "\n").encode())
-    print(json.dumps(result))
-    return result
 
 
 async def _evaluate(config: RunConfig, base_url: str) -> dict[str, Any]:

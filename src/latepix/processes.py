@@ -7,6 +7,7 @@ outlives a launcher that was killed. Children do not see ctrl-C; the launcher st
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -38,7 +39,8 @@ class Child:
         self.log_path = logs_dir / f"{name}.log"
         self._log = self.log_path.open("wb")
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "latepix", *args],
+            # -P: a file of the current folder must not stand in for a module of the standard library.
+            [sys.executable, "-P", "-m", "latepix", *args],
             stdin=subprocess.PIPE,
             stdout=self._log,
             stderr=subprocess.STDOUT,
@@ -72,8 +74,13 @@ class Child:
         code = self.exit_code
         if code in (None, 0):
             return
-        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"failed (exit {code})"
-        raise ProcessFailed(f"The {self.name} process {how}: {self._last_error()}\nIts log: {self.log_path}")
+        if code < 0:
+            name = signal.Signals(-code).name
+            hint = " (out of memory?)" if name == "SIGKILL" else ""
+            raise ProcessFailed(f"The {self.name} process was ended by {name}{hint}\nIts log: {self.log_path}")
+        raise ProcessFailed(
+            f"The {self.name} process failed (exit {code}): {self._last_error()}\nIts log: {self.log_path}"
+        )
 
     def stop(self, *, grace_s: float = 10.0) -> None:
         """End the process: ask, wait, then kill."""
@@ -94,6 +101,8 @@ class Child:
         if at >= 0:
             return text[at + len(ERROR_PREFIX) :].strip()
         lines = [line for line in text.splitlines() if line.strip()]
+        if not lines and shutil.disk_usage(self.log_path).free < 1 << 16:
+            return f"the disk of {self.log_path.parent} is full; free some space or choose another output_dir"
         return lines[-1].strip() if lines else "it wrote nothing"
 
 

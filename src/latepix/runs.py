@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
@@ -11,37 +13,51 @@ from latepix.config.schema import ImagesConfig, RunConfig
 from latepix.errors import ConfigError
 from latepix.families.model_info import ModelInfo
 from latepix.metrics import read_metrics
-from latepix.trace.ingress import ImageLimits, ImageSource, InlineImage, ingest_image
+from latepix.trace.ingress import ImageAccess, ImageLimits, ImageSource, InlineImage, ingest_image
 from latepix.transport.files import write_bytes
 
 #: What is played in a run, as its failures are counted in the metrics.
 _AREAS = ("rollout", "eval", "final_eval")
 
 
-def new_run_folder(path: Path) -> Path:
-    """Make a run folder.
+@contextlib.contextmanager
+def new_run_folder(path: Path) -> Generator[Path]:
+    """Make a run folder and keep others out of it while it is used.
 
     Raises:
-        ConfigError: it already holds a run, or cannot be made.
+        ConfigError: it holds a run already, another process uses it, or it cannot be made.
     """
-    if (path / "metrics.jsonl").exists():
-        raise ConfigError(
-            f"output_dir: {path} already holds a run (it has a metrics.jsonl). Choose another folder, or remove it."
-        )
     try:
         path.mkdir(parents=True, exist_ok=True)
+        lock = (path / "run.lock").open("w")
     except OSError as error:
         raise ConfigError(f"output_dir: cannot make {path}: {error.strerror or error}.") from error
-    return path
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ConfigError(f"output_dir: another run uses {path} just now. Choose another folder.") from error
+        if (path / "metrics.jsonl").exists():
+            raise ConfigError(
+                f"output_dir: {path} already holds a run (it has a metrics.jsonl). Choose another folder, or remove "
+                f"{path}."
+            )
+        yield path
 
 
 def picture_door(images: ImagesConfig, info: ModelInfo) -> Callable[[ImageSource], InlineImage]:
-    """Return `ingest_image` with a run's limits and the grid of its model."""
+    """Return `ingest_image` with a run's limits, the grid of its model, and the folders and hosts it may read from."""
     limits = ImageLimits(
         max_bytes=images.max_bytes, max_pixels=images.max_pixels, max_aspect_ratio=images.max_aspect_ratio
     )
     fit = info.grid if images.fit else None
-    return lambda source: ingest_image(source, limits=limits, fit=fit)
+    access = ImageAccess(
+        folders=images.allow_folders,
+        hosts=images.allow_hosts,
+        allow_private=images.allow_private_addresses,
+        timeout_s=images.fetch_timeout_s,
+    )
+    return lambda source: ingest_image(source, limits=limits, fit=fit, access=access)
 
 
 def write_summary(config: RunConfig, *, wall_s: float, error: str | None = None) -> dict[str, Any]:

@@ -8,8 +8,9 @@ import uvicorn
 from latepix.config.schema import RunConfig
 from latepix.families.base import torch_dtype
 from latepix.families.model_info import read_model_info
+from latepix.inference.contract import MAX_BODY_BYTES
 from latepix.inference.local_engine import LocalEngine
-from latepix.inference.local_server import MAX_BODY_BYTES, EngineThread, build_app
+from latepix.inference.local_server import EngineThread, build_app
 from latepix.processes import bind
 from latepix.trace.ingress import ImageLimits
 

@@ -8,10 +8,10 @@ import numpy as np
 
 from latepix.config.loader import write_config
 from latepix.config.schema import SftConfig
-from latepix.environments.base import Environment, load_environment
+from latepix.environments.base import Environment, checked_task, load_environment
 from latepix.errors import ConfigError
 from latepix.inference.render import MessageRenderer
-from latepix.metrics import MetricsWriter, peak_rss_bytes, read_metrics
+from latepix.metrics import MetricsTail, MetricsWriter, peak_rss_bytes
 from latepix.orchestrator.batch import prepare_batch, validate_sample
 from latepix.orchestrator.samples import trace_to_samples
 from latepix.report.console import SFT_COLUMNS, RunConsole
@@ -26,33 +26,40 @@ from latepix.trainer.step import TrainStep
 
 
 def run_sft(config: SftConfig) -> None:
-    """Train on demonstrations and write the model to `model/` of the run folder."""
-    new_run_folder(config.output_dir)
-    train_step = TrainStep(config.model, config.trainer, loss=cross_entropy, total_steps=config.steps)
-    environment = load_environment(config.environment, picture_door(config.images, train_step.info))
+    """Train on demonstrations and write the model to `model/` of the run folder.
+
+    Raises:
+        ConfigError: a setting or the environment is wrong.
+        EnvError: a demonstration is wrong; names its task.
+    """
+    with new_run_folder(config.output_dir):
+        train_step = TrainStep(config.model, config.trainer, loss=cross_entropy, total_steps=config.steps)
+        environment = load_environment(config.environment, picture_door(config.images, train_step.info))
+        write_config(config, config.output_dir)
+        metrics = MetricsWriter(config.output_dir / "metrics.jsonl")
+        try:
+            _train(config, train_step, environment, metrics)
+            export_model(train_step.source, config.output_dir / "model", train_step.model, train_step.adapter)
+        finally:
+            train_step.close()
+            metrics.close()
+
+
+def _train(config: SftConfig, train_step: TrainStep, environment: Environment, metrics: MetricsWriter) -> None:
     renderer = MessageRenderer(train_step.info)
-    write_config(config, config.output_dir)
-    metrics = MetricsWriter(config.output_dir / "metrics.jsonl")
     rng = np.random.default_rng([config.seed, 2])
     order = _task_order(environment, config, rng)
-    console = RunConsole(f"latepix sft  {config.output_dir}", config.steps, columns=SFT_COLUMNS)
-    try:
-        with console:
-            for step in range(config.steps):
-                started = time.monotonic()
-                indices = order[step * config.batch_size : (step + 1) * config.batch_size]
-                samples = [demonstration_sample(environment, renderer, index, rng) for index in indices]
-                batch = prepare_batch(samples, step=step, micro_batch_tokens=config.micro_batch_tokens)
-                values = train_step.run(batch).values
-                seconds = time.monotonic() - started
-                metrics.write(
-                    step, values | {"time/step_s": seconds, "process/trainer/peak_rss_bytes": peak_rss_bytes()}
-                )
-                console.update(read_metrics(config.output_dir / "metrics.jsonl"))
-        export_model(train_step.source, config.output_dir / "model", train_step.model, train_step.adapter)
-    finally:
-        train_step.close()
-        metrics.close()
+    tail = MetricsTail(config.output_dir / "metrics.jsonl")
+    with RunConsole(f"latepix sft  {config.output_dir}", config.steps, columns=SFT_COLUMNS) as console:
+        for step in range(config.steps):
+            started = time.monotonic()
+            indices = order[step * config.batch_size : (step + 1) * config.batch_size]
+            samples = [demonstration_sample(environment, renderer, index, rng) for index in indices]
+            (batch,) = prepare_batch(samples, step=step, micro_batch_tokens=config.micro_batch_tokens)
+            values = train_step.run(batch).values
+            seconds = time.monotonic() - started
+            metrics.write(step, values | {"time/step_s": seconds, "process/trainer/peak_rss_bytes": peak_rss_bytes()})
+            console.update(tail.read())
 
 
 def _task_order(environment: Environment, config: SftConfig, rng: np.random.Generator) -> list[int]:
@@ -81,7 +88,7 @@ def demonstration_sample(
         ConfigError: the environment demonstrates no turn, or the model's template rewrites earlier turns.
         PlaceholderMismatch: prompt, pictures and ranges do not fit.
     """
-    task = environment.task("train", index)
+    task = checked_task(environment, "train", index)
     info = renderer.info
     builder = TraceBuilder(f"demonstration-{index}", info.placeholder_ids)
     lengths: list[int] = []

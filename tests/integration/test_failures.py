@@ -82,11 +82,11 @@ def test_a_launcher_that_is_killed_leaves_no_process(tiny_model: Path, tmp_path:
 @pytest.mark.slow
 def test_a_run_in_which_every_rollout_fails_stops_and_says_why(tiny_model: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
-    code, _, err = finish(start_rl(tiny_model, out, "--environment.type", "tests.tiny.environments:AlwaysRaises"))
+    code, _, err = finish(start_rl(tiny_model, out, "--environment.type", "tests.tiny.environments:RaisesInTraining"))
     assert code == 1
     assert "Step 0: 4 of 4 rollouts failed" in err
     assert "orchestrator.max_failed_frac" in err
-    assert "4 x environment_raised, for example: environment always-raises, task train-" in err
+    assert "4 x environment_raised, for example: environment raises-in-training, task train-" in err
     assert "ZeroDivisionError: the simulator of train-" in err
     assert str(out / "logs" / "orchestrator.log") in err
     assert "Traceback" not in err
@@ -169,3 +169,20 @@ def test_a_folder_that_already_holds_a_run_is_refused(
     (tmp_path / "metrics.jsonl").write_text("")
     message = refusal(capsys, "rl", "--model.path", tiny_model, "--output_dir", tmp_path)
     assert f"output_dir: {tmp_path} already holds a run" in message
+
+
+@pytest.mark.slow
+def test_an_orchestrator_that_ends_early_ends_the_run(tiny_model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    environment = "tests.tiny.environments:Leaves"
+    code, _, err = finish(start_rl(tiny_model, out, "--environment.type", environment))
+    assert code == 1
+    assert "The orchestrator process ended before the run did" in err
+
+
+@pytest.mark.slow
+def test_a_run_in_which_nothing_can_be_trained_stops_and_says_why(tiny_model: Path, tmp_path: Path) -> None:
+    code, _, err = finish(start_rl(tiny_model, tmp_path / "run", "--orchestrator.seq_len", "10"))
+    assert code == 1
+    assert "no rollout has anything to train" in err
+    assert "orchestrator.seq_len = 10" in err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoTo
 
 from latepix.errors import ConfigError
 from latepix.families.model_info import read_model_info
+from latepix.families.registry import get_adapter
 from latepix.families.tiny import TinySize, make_tiny
 from tests.tiny.policy import draw
 
@@ -85,3 +87,22 @@ def test_an_unknown_family_lists_the_known_ones(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"'llava'.*Known: .*qwen3_vl"):
         make_tiny("llava", tmp_path / "model")
     assert not (tmp_path / "model").exists()
+
+
+def test_weights_that_are_not_those_of_the_config_are_refused(tmp_path: Path) -> None:
+    """Hugging Face would fill a missing layer with random numbers, others in the server than in the trainer."""
+    folder = make_tiny("qwen3_vl", tmp_path / "tiny", size=SMALL)
+    config = json.loads((folder / "config.json").read_text())
+    config["text_config"]["num_hidden_layers"] += 1
+    (folder / "config.json").write_text(json.dumps(config))
+    adapter = get_adapter("qwen3_vl")
+    with pytest.raises(ConfigError, match=r"weights in .* are not those of its config.json: \d+ missing keys"):
+        adapter.load_model(folder, dtype=torch.float32, device="cpu")
+
+
+def test_a_processor_that_is_not_the_models_is_refused(tmp_path: Path) -> None:
+    folder = make_tiny("qwen3_vl", tmp_path / "tiny", size=SMALL)
+    settings = json.loads((folder / "preprocessor_config.json").read_text())
+    (folder / "preprocessor_config.json").write_text(json.dumps(settings | {"patch_size": 14}))
+    with pytest.raises(ConfigError, match=r"patch_size x merge_size is 28.*config.json has 32"):
+        read_model_info(folder)

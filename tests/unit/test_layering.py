@@ -12,7 +12,7 @@ import pytest
 
 import latepix
 
-HEAVY = ("torch", "transformers", "vllm")
+HEAVY = ("torch", "transformers", "vllm", "verifiers")
 
 # A package stands for every module in it.
 LIGHT = (
@@ -33,6 +33,8 @@ LIGHT = (
     "latepix.orchestrator",
     "latepix.report",
     "latepix.launcher",
+    "latepix.budget",
+    "latepix.replay",
     "latepix.cli",
 )
 
@@ -61,7 +63,7 @@ BELOW = {
     "trainer": SHARED | TOOLS | HELPERS,
     "report": SHARED,
 }
-ABOVE = {"__main__", "cli", "launcher", "serve", "sft", "parity"}
+ABOVE = {"__main__", "cli", "launcher", "serve", "sft", "parity", "budget", "replay"}
 
 # Runs in a fresh interpreter: what this one has loaded says nothing. The top package alone is imported without its
 # modules, which are of every tier.

@@ -69,7 +69,7 @@ def test_a_child_that_was_killed_is_reported_with_the_signal(tmp_path: Path, chi
     children.append(child)
     os.kill(child.pid, signal.SIGKILL)
     wait_until_ended(child)
-    with pytest.raises(ProcessFailed, match=r"^The trainer process was ended by SIGKILL: it wrote nothing\n"):
+    with pytest.raises(ProcessFailed, match=r"^The trainer process was ended by SIGKILL \(out of memory\?\)\n"):
         child.check()
 
 

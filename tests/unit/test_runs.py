@@ -2,9 +2,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from latepix.config.schema import ModelConfig, RunConfig
+from latepix.errors import ConfigError
 from latepix.metrics import MetricsWriter
-from latepix.runs import write_summary
+from latepix.runs import new_run_folder, write_summary
 
 
 def test_traces_are_counted_as_such_not_as_samples(tmp_path: Path) -> None:
@@ -25,3 +28,18 @@ def test_traces_are_counted_as_such_not_as_samples(tmp_path: Path) -> None:
     summary = write_summary(config, wall_s=1.0)
     assert (summary["num_traces"], summary["num_quarantined"]) == (8, 1)
     assert (summary["samples_per_s"], summary["wire_bytes_per_sample"]) == (2.5, 100)
+
+
+def test_two_runs_cannot_use_one_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    with new_run_folder(folder), pytest.raises(ConfigError, match="another run uses"), new_run_folder(folder):
+        pass
+    with new_run_folder(tmp_path / "run"):
+        pass
+
+
+def test_a_folder_that_holds_a_run_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").touch()
+    refused = pytest.raises(ConfigError, match=r"already holds a run .*Choose another folder, or remove")
+    with refused, new_run_folder(tmp_path):
+        pass

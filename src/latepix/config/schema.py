@@ -1,7 +1,8 @@
 """The settings of a run, declared where they are checked.
 
 Every field has a reader; a field's range is in its type, its unit in its name or docstring. Unknown keys are errors.
-`RunConfig` serves `rl`, `eval`, `serve`, `orchestrate` and `train`; `SftConfig` serves `sft`.
+`RunConfig` serves `rl`, `eval`, `serve`, `orchestrate` and `train`; `BudgetConfig` adds to it what `budget` needs;
+`SftConfig` serves `sft`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from pydantic_config import BaseConfig
 Positive = Annotated[int, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
+HostPattern = Annotated[str, Field(pattern=r"^(\*\.)?[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?$|^\[?[0-9A-Fa-f:.]+\]?$")]
 
 
 class Section(BaseConfig):
@@ -54,12 +56,27 @@ class ImagesConfig(Section):
     """Resize once, at ingress, to a size that the family's processor leaves alone."""
     max_bytes: Positive = 20_000_000
     """Of an encoded picture."""
-    max_pixels: Positive = 50_000_000
-    """Width x height of a source picture."""
+    max_pixels: Annotated[int, Field(gt=0, le=178_956_970)] = 50_000_000
+    """Width x height of a source picture; Pillow itself refuses more than the upper bound."""
     max_aspect_ratio: Annotated[float, Field(ge=1)] = 200.0
     """Longer side over shorter side."""
     max_per_prompt: Positive = 64
     """Pictures in one conversation."""
+    allow_folders: tuple[Path, ...] = ()
+    """Files below these folders may be pictures, after symbolic links are resolved; empty: no files."""
+    allow_hosts: tuple[HostPattern, ...] = ()
+    """Hosts (or `*.name`) that http(s) URLs of pictures may point to, without scheme or port; empty: none."""
+    allow_private_addresses: bool = False
+    """Also fetch from private and loopback addresses, for hosts that are listed literally."""
+    fetch_timeout_s: Annotated[float, Field(gt=0)] = 10.0
+    """For one picture from a URL, redirects included."""
+
+    @model_validator(mode="after")
+    def _check_access(self) -> ImagesConfig:
+        for name in ("allow_private_addresses", "fetch_timeout_s"):
+            if not self.allow_hosts and getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(f"{name} has no effect while images.allow_hosts is empty")
+        return self
 
 
 class SamplingConfig(Section):
@@ -74,7 +91,7 @@ class SamplingConfig(Section):
 class InferenceConfig(Section):
     """The server that samples."""
 
-    host: str = "127.0.0.1"
+    host: Annotated[str, Field(min_length=1)] = "127.0.0.1"
     """Address to bind and to connect to."""
     port: Annotated[int, Field(ge=0, le=65535)] = 0
     """0 takes a free port."""
@@ -101,6 +118,8 @@ class OrchestratorConfig(Section):
     """Rollouts of one prompt."""
     max_off_policy_steps: Annotated[int, Field(ge=0, le=64)] = 0
     """How many steps old the sampling weights may be; 0 is strictly on-policy, 1 overlaps sampling and training."""
+    rollout_timeout_s: Annotated[float, Field(gt=0)] = 600.0
+    """How long one rollout may take; a longer one fails."""
     max_in_flight: Positive = 512
     """Rollouts played at the same time."""
     scale_advantages_by_std: bool = True
@@ -110,9 +129,11 @@ class OrchestratorConfig(Section):
     max_failed_frac: Fraction = 0.2
     """A step in which a larger share of rollouts fails stops the run."""
     seq_len: Positive = 4096
-    """Longest sample in tokens; longer ones are left out and counted."""
+    """Longest sample in tokens; longer ones are cut before the first token or picture that does not fit."""
     micro_batch_tokens: Positive = 16384
     """Tokens in one forward-backward."""
+    micro_batch_image_tokens: Positive | None = None
+    """Tokens of distinct pictures in one forward-backward: the vision tower's work. Off by default."""
 
 
 class OptimConfig(Section):
@@ -222,6 +243,13 @@ class RunConfig(_Command):
             )
         _check_warmup(self.trainer.optim, self.steps)
         return self
+
+
+class BudgetConfig(RunConfig):
+    """What pictures and turns cost: `latepix budget`. Takes every setting of `rl`, and how many tasks to look at."""
+
+    num_tasks: Positive = 64
+    """Training tasks, drawn at random, that are played without a server."""
 
 
 class SftConfig(_Command):

@@ -7,6 +7,8 @@ A single-turn environment gives tasks and scores the answer. One with several tu
 from __future__ import annotations
 
 import importlib
+import os
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol, TypeAlias
@@ -15,7 +17,7 @@ import msgspec
 import numpy as np
 
 from latepix.config.schema import EnvironmentConfig
-from latepix.errors import ConfigError, LatepixError
+from latepix.errors import ConfigError, EnvError, LatepixError
 from latepix.trace.ingress import ImageSource, InlineImage
 from latepix.trace.messages import Message
 
@@ -60,8 +62,13 @@ class Score(msgspec.Struct, frozen=True):
 class Policy(Protocol):
     """The player, as an environment sees it."""
 
-    async def respond(self, messages: Sequence[Message]) -> Message:
-        """Add messages to the conversation and return the assistant's answer."""
+    async def respond(self, messages: Sequence[Message], *, history: Sequence[Message] | None = None) -> Message:
+        """Add messages to the conversation and return the assistant's answer.
+
+        Args:
+            messages: what is new.
+            history: replaces the conversation so far: edited history, a second attempt, a sub-agent.
+        """
         ...
 
 
@@ -112,6 +119,52 @@ class Environment(ABC):
         return list(range(min(limit, self.num_tasks("train"))))
 
 
+def checked_task(environment: Environment, split: Split, index: int) -> Task:
+    """Return a task of an environment, made sure to be one.
+
+    Raises:
+        EnvError: it is no `Task`, or its fields are of other types; says which.
+        Exception: whatever the environment raises.
+    """
+    task = environment.task(split, index)
+    if not isinstance(task, Task):
+        raise EnvError(f"task({split!r}, {index}) gave {type(task).__name__}, wanted a Task")
+    for name, text in (("id", task.id), ("answer", task.answer)):
+        if not isinstance(text, str):
+            raise EnvError(f"task({split!r}, {index}): {name} is {text!r}, wanted text")
+        if text != plain_text(text):
+            raise EnvError(f"task({split!r}, {index}): {name} holds characters that cannot be written as UTF-8")
+    for message in task.messages:
+        if not isinstance(message, Message):
+            raise EnvError(
+                f"task({split!r}, {index}): a message is {type(message).__name__}, wanted a Message (user_message(...))"
+            )
+    return task
+
+
+def plain_text(text: str) -> str:
+    """Return text that can be written as UTF-8: lone surrogates become question marks."""
+    return text.encode("utf-8", errors="replace").decode("utf-8")
+
+
+def count_tasks(environment: Environment, split: Split) -> int:
+    """Return the number of tasks of a split, made sure to be one.
+
+    Raises:
+        ConfigError: the environment raised, or gave something else.
+    """
+    try:
+        count = environment.num_tasks(split)
+    except Exception as error:
+        # Foreign code may raise anything.
+        raise ConfigError(
+            f"environment {environment.name}: num_tasks({split!r}) raised {type(error).__name__}: {error}"
+        ) from error
+    if not isinstance(count, int) or count < 0:
+        raise ConfigError(f"environment {environment.name}: num_tasks({split!r}) gave {count!r}, wanted a number.")
+    return count
+
+
 def exact_match(task: Task, answer: Message) -> Score:
     """Reward 1 if the answer's text, without surrounding space, is exactly the expected one."""
     return Score(reward=float(answer.text.strip() == task.answer))
@@ -133,6 +186,9 @@ def load_environment(config: EnvironmentConfig, ingest: Ingest) -> Environment:
     else:
         path = config.type
     module_name, _, class_name = path.partition(":")
+    # A module of the user's own may lie in the current folder, behind everything that is installed.
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
     try:
         cls: Any = getattr(importlib.import_module(module_name), class_name)
     except Exception as error:

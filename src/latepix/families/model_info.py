@@ -107,12 +107,20 @@ def _read_grid(path: Path) -> tuple[GridFit, int]:
     try:
         merge_size = int(settings["merge_size"])
         factor = int(settings["patch_size"]) * merge_size
-        return GridFit(factor=factor, min_pixels=int(low), max_pixels=int(high)), merge_size
-    except (KeyError, TypeError) as error:
+        grid = GridFit(factor=factor, min_pixels=int(low), max_pixels=int(high))
+    except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(
             f"{path}: the image processor's settings lack patch_size, merge_size or the pixel limits "
             "(size.shortest_edge, size.longest_edge)."
         ) from error
+    vision = _read_json(path, "config.json").get("vision_config") or {}
+    wanted = int(vision.get("patch_size", 0)) * int(vision.get("spatial_merge_size", 0))
+    if factor < 1 or grid.max_pixels < factor * factor or (wanted and factor != wanted):
+        raise ConfigError(
+            f"{path}: the image processor's patch_size x merge_size is {factor}, at most {grid.max_pixels} pixels; the "
+            f"model's config.json has {wanted}. The processor's settings are not those of the model."
+        )
+    return grid, merge_size
 
 
 def _read_json(path: Path, name: str) -> dict[str, Any]:

@@ -21,6 +21,9 @@ from latepix.errors import CheckpointError, ConfigError, PlaceholderMismatch
 from latepix.families.base import ForwardPolicy, ProcessedImage
 from latepix.families.model_info import ModelInfo
 
+#: What Hugging Face reports when weights and config do not fit each other; it would go on all the same.
+_LOADING_PROBLEMS = ("missing_keys", "unexpected_keys", "mismatched_keys")
+
 
 class QwenVLAdapter:
     """Adapter of `qwen3_vl`."""
@@ -34,11 +37,23 @@ class QwenVLAdapter:
             ConfigError: it is incomplete, damaged or of another shape than its config says.
         """
         try:
-            model = AutoModelForImageTextToText.from_pretrained(
-                path, dtype=dtype, attn_implementation="sdpa", local_files_only=True
+            # With the loading info, `from_pretrained` returns a pair, which its annotation does not say.
+            loaded: Any = AutoModelForImageTextToText.from_pretrained(
+                path, dtype=dtype, attn_implementation="sdpa", local_files_only=True, output_loading_info=True
             )
+            model, loading = loaded
         except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
             raise ConfigError(f"Cannot load the model in {path} (model.path): {error}") from error
+        wrong = {kind: sorted(map(str, loading[kind])) for kind in _LOADING_PROBLEMS if loading.get(kind)}
+        if wrong:
+            # Hugging Face would fill what is missing with random numbers, others in every process.
+            kinds = "; ".join(
+                f"{len(names)} {kind.replace('_', ' ')} ({names[0]}, ...)" for kind, names in wrong.items()
+            )
+            raise ConfigError(
+                f"The weights in {path} (model.path) are not those of its config.json: {kinds}. Download the model "
+                "again."
+            )
         return model.to(device).eval()
 
     def load_processor(self, path: Path) -> Qwen2VLImageProcessorPil:

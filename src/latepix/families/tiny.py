@@ -37,9 +37,10 @@ _SPECIAL = (
 _MARKERS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
 
 _CHAT_TEMPLATE = """\
-{%- macro show(content) -%}
+{%- macro show(content, media=true) -%}
 {%- if content is string %}{{ content }}{% else %}{% for part in content -%}
-{%- if part.type in ('image', 'image_url') %}{{ '<|vision_start|><|image_pad|><|vision_end|>' -}}
+{%- if not media and 'text' not in part %}{# the real template shows no pictures here -#}
+{%- elif part.type in ('image', 'image_url') %}{{ '<|vision_start|><|image_pad|><|vision_end|>' -}}
 {%- elif part.type == 'video' %}{{ '<|vision_start|><|video_pad|><|vision_end|>' -}}
 {%- elif 'text' in part %}{{ part.text }}{% endif -%}
 {%- endfor %}{% endif -%}
@@ -50,7 +51,7 @@ _CHAT_TEMPLATE = """\
 {{ '\\n<tool_response>\\n' + show(message.content) + '\\n</tool_response>' -}}
 {%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{ '<|im_end|>\\n' }}{% endif -%}
 {%- else -%}
-{{ '<|im_start|>' + message.role + '\\n' + show(message.content) + '<|im_end|>\\n' -}}
+{{ '<|im_start|>' + message.role + '\\n' + show(message.content, message.role != 'system') + '<|im_end|>\\n' -}}
 {%- endif -%}
 {%- endfor -%}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif -%}

@@ -12,6 +12,8 @@ import msgspec
 
 #: Prefix of the weight version label; the number is the policy version.
 VERSION_PREFIX = "step-"
+#: Largest request body that the local server takes, bytes: pictures of a long conversation in base64.
+MAX_BODY_BYTES = 512_000_000
 
 
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):

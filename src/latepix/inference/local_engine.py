@@ -297,6 +297,8 @@ class LocalEngine:
         # Inverse of the cumulative distribution: one uniform number a token keeps draws independent of the batch.
         # The comparison is strict, so a token of probability zero is never chosen.
         cumulative = logprobs.double().exp().cumsum(dim=-1)
+        if not bool(torch.isfinite(cumulative[:, -1]).all()):
+            raise InferenceError("the model's logits are not finite: its weights are damaged, or training diverged")
         uniform = torch.tensor([[s.next_uniform()] for s in active], dtype=torch.float64, device=logits.device)
         drawn = torch.searchsorted(cumulative, uniform * cumulative[:, -1:], right=True)[:, 0]
         tokens = torch.where(greedy, logits.argmax(dim=-1), drawn)

@@ -27,6 +27,7 @@ from starlette.routing import Route
 
 from latepix.errors import CheckpointError, LatepixError
 from latepix.inference.contract import (
+    MAX_BODY_BYTES,
     Choice,
     GenerateRequest,
     GenerateResponse,
@@ -39,9 +40,6 @@ from latepix.inference.contract import (
 )
 from latepix.inference.local_engine import BadRequest, Completion, LocalEngine, PreparedPrompt
 from latepix.metrics import peak_rss_bytes
-
-#: Largest request body, bytes: pictures of a long conversation in base64.
-MAX_BODY_BYTES = 512_000_000
 
 _Job = tuple[GenerateRequest, "Future[GenerateResponse]"]
 _Task = Callable[[], None]

@@ -5,18 +5,18 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from latepix.config.schema import RunConfig
-from latepix.environments.base import Environment, Split, load_environment
-from latepix.errors import ConfigError, TransportError
+from latepix.environments.base import Environment, Split, count_tasks, load_environment
+from latepix.errors import ConfigError, RolloutError, TransportError
 from latepix.families.model_info import read_model_info
 from latepix.inference.client import InferenceClient, Sampling, wait_until_healthy
 from latepix.inference.render import MessageRenderer
 from latepix.metrics import MetricsWriter, peak_rss_bytes
-from latepix.orchestrator.batch import prepare_batch, validate_sample
+from latepix.orchestrator.batch import prepare_batch, truncate_sample
 from latepix.orchestrator.group import ScoredGroup, check_evaluation, check_failures, rollout_metrics, score_group
 from latepix.orchestrator.rollout import RolloutSpec, make_task, play
 from latepix.orchestrator.samples import trace_to_samples
@@ -82,26 +82,26 @@ class Orchestrator:
         groups = await self._play_step(step)
         played = time.monotonic()
         self._record(step, groups)
-        samples, num_too_long = self._samples(groups)
+        samples, counts = self._samples(groups)
         if not samples:
-            print(
-                f"latepix: step {step} trains nothing: {sum(group.is_zero_spread for group in groups)} of "
-                f"{len(groups)} groups have equal rewards, {num_too_long} samples are longer than "
-                "orchestrator.seq_len",
-                flush=True,
-            )
-        batch = prepare_batch(samples, step=step, micro_batch_tokens=self.config.orchestrator.micro_batch_tokens)
+            self._nothing_to_train(step, groups, counts)
+        (batch,) = prepare_batch(
+            samples,
+            step=step,
+            micro_batch_tokens=self.config.orchestrator.micro_batch_tokens,
+            micro_batch_image_tokens=self.config.orchestrator.micro_batch_image_tokens,
+        )
         num_bytes = self.batches.send(batch)
         inference_rss_bytes = await self.client.peak_rss_bytes() or 0
         shipped = time.monotonic()
         self.metrics.write(
             step,
             rollout_metrics(groups)
+            | counts
             | {
                 "policy/version": self.policy_version,
                 "policy/off_policy_steps": step - self.policy_version,
                 "batch/samples/count": batch.num_samples,
-                "batch/too_long/count": num_too_long,
                 "batch/micro_batches/count": len(batch.micro_batches),
                 "batch/bytes": num_bytes,
                 "batch/bytes_per_sample": num_bytes / max(1, batch.num_samples),
@@ -157,6 +157,7 @@ class Orchestrator:
                 step=step,
                 group_id=group_id,
                 sampling=Sampling(temperature=sampling.temperature, max_tokens=sampling.max_tokens, seed=seed + number),
+                task_index=index,
                 problem=problem,
             )
             for number in range(self.config.orchestrator.group_size)
@@ -171,11 +172,12 @@ class Orchestrator:
             spec,
             max_images=self.config.images.max_per_prompt,
             max_model_len=self.max_model_len,
+            timeout_s=self.config.orchestrator.rollout_timeout_s,
         )
 
     def _task_indices(self, step: int) -> list[int]:
         """Return the training tasks of a step: epochs in an order drawn from the run's seed, none repeated within."""
-        num_tasks = self.environment.num_tasks("train")
+        num_tasks = count_tasks(self.environment, "train")
         if num_tasks < 1:
             raise ConfigError(
                 f"environment.type: {self.environment.name} has {num_tasks} tasks in split train, wanted at least 1."
@@ -195,22 +197,41 @@ class Orchestrator:
             self.traces.append_quarantine(failed)
         check_failures(groups, max_failed_frac=self.config.orchestrator.max_failed_frac, step=step)
 
-    def _samples(self, groups: Sequence[ScoredGroup]) -> tuple[list[TrainingSample], int]:
-        """Return the samples to train, and how many were left out because they are too long."""
+    def _nothing_to_train(self, step: int, groups: Sequence[ScoredGroup], counts: Mapping[str, int]) -> None:
+        """Say that a step trains nothing; stop the run if that is not because rewards are all equal.
+
+        Raises:
+            RolloutError: no rollout has a trained token that fits.
+        """
+        num_zero = sum(group.is_zero_spread for group in groups)
+        if self.config.orchestrator.drop_zero_spread_groups and num_zero:
+            print(
+                f"latepix: step {step} trains nothing: {num_zero} of {len(groups)} groups have equal rewards",
+                flush=True,
+            )
+            return
+        raise RolloutError(
+            f"Step {step}: no rollout has anything to train. {counts['batch/dropped/count']} have no sampled token "
+            f"within orchestrator.seq_len = {self.config.orchestrator.seq_len} (`latepix budget` shows how long they "
+            "are); the others never asked the policy."
+        )
+
+    def _samples(self, groups: Sequence[ScoredGroup]) -> tuple[list[TrainingSample], dict[str, int]]:
+        """Return the samples to train, cut to length, and how many were cut or had to be left out."""
         orchestrator = self.config.orchestrator
         kept: list[TrainingSample] = []
-        num_too_long = 0
+        num_truncated = num_dropped = 0
         for group in groups:
             if group.is_zero_spread and orchestrator.drop_zero_spread_groups:
                 continue
             for trace in group.traces:
-                for sample in trace_to_samples(trace, temperature=self.config.sampling.temperature):
-                    validate_sample(sample, self.info)
-                    if sample.num_tokens > orchestrator.seq_len:
-                        num_too_long += 1
-                    else:
+                for whole in trace_to_samples(trace, temperature=self.config.sampling.temperature):
+                    sample = truncate_sample(whole, orchestrator.seq_len)
+                    num_dropped += sample is None
+                    if sample is not None:
+                        num_truncated += sample is not whole
                         kept.append(sample)
-        return kept, num_too_long
+        return kept, {"batch/truncated/count": num_truncated, "batch/dropped/count": num_dropped}
 
     async def _eval_if_due(self, *, is_last: bool = False) -> None:
         """Measure greedy reward on held-out tasks, with the weights that are served."""
@@ -254,7 +275,7 @@ async def play_split(
     policy_version: int,
 ) -> list[Trace]:
     """Play the tasks of a held-out split greedily, once each."""
-    num_tasks = environment.num_tasks(split)
+    num_tasks = count_tasks(environment, split)
     if config.eval.num_tasks:
         num_tasks = min(num_tasks, config.eval.num_tasks)
     slots = asyncio.Semaphore(config.orchestrator.max_in_flight)
@@ -269,6 +290,7 @@ async def play_split(
                 step=policy_version,
                 group_id=index,
                 sampling=Sampling(temperature=0.0, max_tokens=config.sampling.max_tokens),
+                task_index=index,
                 problem=problem,
             )
             return await play(
@@ -278,6 +300,7 @@ async def play_split(
                 spec,
                 max_images=config.images.max_per_prompt,
                 max_model_len=min(config.inference.max_model_len, renderer.info.max_position_embeddings),
+                timeout_s=config.orchestrator.rollout_timeout_s,
             )
 
     return await asyncio.gather(*(play_one(index) for index in range(num_tasks)))

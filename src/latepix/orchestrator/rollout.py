@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
 import numbers
 from collections.abc import Sequence
+from typing import Protocol
 
 import msgspec
 
-from latepix.environments.base import Environment, Score, Split, Task
-from latepix.errors import EnvError, ImageError, LatepixError, PlaceholderMismatch, RolloutError, reason_code
-from latepix.inference.client import InferenceClient, Prompt, Sampling
+from latepix.environments.base import Environment, Score, Split, Task, checked_task, plain_text
+from latepix.errors import (
+    EnvError,
+    ImageError,
+    LatepixError,
+    PlaceholderMismatch,
+    RolloutError,
+    RolloutTimeout,
+    reason_code,
+)
+from latepix.families.model_info import ModelInfo
+from latepix.inference.client import Generation, Prompt, Sampling
 from latepix.inference.render import MessageRenderer, RenderedPrompt
-from latepix.trace.graph import RolloutFailure, Trace, TraceBuilder
+from latepix.orchestrator.batch import validate_sample
+from latepix.orchestrator.samples import trace_to_samples
+from latepix.trace.graph import MessageNode, Position, RolloutFailure, Trace, TraceBuilder
 from latepix.trace.ingress import InlineImage
 from latepix.trace.messages import Message, iter_images
 
@@ -26,6 +39,7 @@ class RolloutSpec(msgspec.Struct, frozen=True):
         step: training step, or policy version for an evaluation.
         group_id: siblings share it.
         sampling: `seed` is that of the first turn; later turns continue from it.
+        task_index: of the task in its split; -1 if not known, and then the trace cannot be replayed.
         problem: set if the environment could not make the task; it is then not played.
     """
 
@@ -35,26 +49,44 @@ class RolloutSpec(msgspec.Struct, frozen=True):
     step: int
     group_id: int
     sampling: Sampling
+    task_index: int = -1
     problem: RolloutFailure | None = None
 
 
 def make_task(environment: Environment, split: Split, index: int) -> tuple[Task, RolloutFailure | None]:
     """Ask the environment for a task; if it raises (a picture that is refused, say), its rollouts fail, not the run."""
     try:
-        return environment.task(split, index), None
-    except Exception as error:
+        return checked_task(environment, split, index), None
+    except (Exception, SystemExit) as error:
         # Foreign code, like the rollout itself: whatever it raises belongs to this task alone.
-        failure = _failure_of(error, f"environment {environment.name}, task {index} of split {split}")
+        failure = failure_of(error, f"environment {environment.name}, task {index} of split {split}")
         return Task(id=f"{split}-{index}", messages=(), answer=""), failure
 
 
-def _failure_of(error: Exception, where: str) -> RolloutFailure:
+def failure_of(error: BaseException, where: str) -> RolloutFailure:
     """Explain why a rollout failed; an error that is not a rollout's (a wrong config, say) is raised on."""
     if isinstance(error, RolloutError | PlaceholderMismatch | ImageError):
-        return RolloutFailure(reason=reason_code(error), message=f"{where}: {error}")
+        return RolloutFailure(reason=reason_code(error), message=plain_text(f"{where}: {error}"))
     if isinstance(error, LatepixError):
         raise error
-    return RolloutFailure(reason=EnvError.reason, message=f"{where}: {type(error).__name__}: {error}")
+    return RolloutFailure(reason=EnvError.reason, message=plain_text(f"{where}: {type(error).__name__}: {error}"))
+
+
+class _Turn(msgspec.Struct, frozen=True):
+    """A turn that was played: the conversation with its answer, the prompt as sent, and where the trace stands."""
+
+    conversation: tuple[Message, ...]
+    prompt_ids: list[int]
+    sampled_ids: list[int]
+    position: Position
+
+
+class Sampler(Protocol):
+    """Draws answers: the client of a server, or a stand-in."""
+
+    async def generate(self, prompt: Prompt, sampling: Sampling) -> Generation:
+        """Sample one answer."""
+        ...
 
 
 class ServedPolicy:
@@ -62,7 +94,7 @@ class ServedPolicy:
 
     def __init__(
         self,
-        client: InferenceClient,
+        client: Sampler,
         renderer: MessageRenderer,
         spec: RolloutSpec,
         *,
@@ -74,16 +106,24 @@ class ServedPolicy:
         self._spec = spec
         self._max_images = max_images
         self._max_model_len = max_model_len
-        self._history: list[Message] = []
-        self._images: list[InlineImage] = []
-        self._num_turns = 0
+        self._turns: list[_Turn] = []
+        self._last: _Turn | None = None
         self._is_responding = False
         self.is_out_of_room = False
-        self._last: tuple[list[int], list[int]] | None = None
         self.builder = TraceBuilder(spec.trace_id, renderer.info.placeholder_ids)
 
-    async def respond(self, messages: Sequence[Message]) -> Message:
+    @property
+    def nodes(self) -> tuple[MessageNode, ...]:
+        """The message graph so far."""
+        return tuple(self.builder.nodes)
+
+    async def respond(self, messages: Sequence[Message], *, history: Sequence[Message] | None = None) -> Message:
         """Add messages to the conversation and return the assistant's answer.
+
+        Args:
+            messages: what is new.
+            history: replaces the conversation so far (edited history, a second attempt, a sub-agent with a context of
+                its own). What it shares with earlier branches is stored and trained once.
 
         Once the conversation has no room for another token the answer is empty, and the trace says so.
 
@@ -94,35 +134,34 @@ class ServedPolicy:
             raise EnvError("respond was called while another answer of the same conversation was awaited")
         self._is_responding = True
         try:
-            return await self._respond(messages)
+            return await self._respond(messages, history)
         finally:
             self._is_responding = False
 
-    async def _respond(self, messages: Sequence[Message]) -> Message:
+    async def _respond(self, messages: Sequence[Message], history: Sequence[Message] | None) -> Message:
         if self.is_out_of_room:
             return Message(role="assistant")
-        rendered, new = self._render(messages)
-        images = [*self._images, *iter_images(messages)]
+        if history is None:
+            history = self._last.conversation if self._last else ()
+        conversation = (*history, *messages)
+        rendered, new = self._render(conversation)
+        images = tuple(iter_images(conversation))
+        where = f"trace {self._spec.trace_id}, turn {len(self._turns)}"
         if len(images) > self._max_images:
             raise ImageError(
-                f"trace {self._spec.trace_id}, turn {self._num_turns}: {len(images)} pictures in the conversation, the "
-                f"limit is {self._max_images} (images.max_per_prompt).",
+                f"{where}: {len(images)} pictures in the conversation, the limit is {self._max_images} "
+                "(images.max_per_prompt).",
                 "too_many_images",
             )
-        # Turns are far apart in seed space so that siblings' consecutive seeds never meet another turn's.
-        seed = (self._spec.sampling.seed + self._num_turns * 1_000_003) % (1 << 31)
         image_tokens = sum(self._renderer.info.num_image_tokens(image) for image in images)
         room = self._max_model_len - (len(rendered.token_ids) - len(images) + image_tokens)
         if room < 1:
             self.is_out_of_room = True
             return Message(role="assistant")
-        sampling = msgspec.structs.replace(
-            self._spec.sampling, seed=seed, max_tokens=min(self._spec.sampling.max_tokens, room)
-        )
         answer = await self._client.generate(
-            Prompt(token_ids=tuple(rendered.token_ids), images=tuple(images)), sampling
+            Prompt(token_ids=tuple(rendered.token_ids), images=images), self._sampling(room)
         )
-        self._check_lengths(images, [placed.length for placed in answer.ranges])
+        self._check_lengths(images, [placed.length for placed in answer.ranges], where)
         reply = self._renderer.parse(rendered.token_ids, answer.token_ids)
         self.builder.commit_turn(
             messages=new,
@@ -136,42 +175,59 @@ class ServedPolicy:
             policy_version=answer.policy_version,
             finish_reason=answer.finish_reason,
         )
-        self._history = [*self._history, *messages, reply]
-        self._images = images
-        self._last = (rendered.token_ids, answer.token_ids)
-        self._num_turns += 1
+        self._last = _Turn(
+            conversation=(*conversation, reply),
+            prompt_ids=rendered.token_ids,
+            sampled_ids=answer.token_ids,
+            position=self.builder.position(),
+        )
+        self._turns.append(self._last)
         return reply
 
-    def _render(self, messages: Sequence[Message]) -> tuple[RenderedPrompt, Sequence[Message]]:
-        """Return the prompt, and the messages whose tokens are new in it."""
-        if self._last is not None:
-            extended = self._renderer.extend(*self._last, messages)
-            if extended is not None:
-                return extended, messages
-            # The template rewrites history: the old turns stay a branch of their own, the new prompt starts another.
-            self.builder.start_branch()
-        conversation = [*self._history, *messages]
+    def _sampling(self, room: int) -> Sampling:
+        # Turns are far apart in seed space so that siblings' consecutive seeds never meet another turn's.
+        seed = (self._spec.sampling.seed + len(self._turns) * 1_000_003) % (1 << 31)
+        return msgspec.structs.replace(
+            self._spec.sampling, seed=seed, max_tokens=min(self._spec.sampling.max_tokens, room)
+        )
+
+    def _render(self, conversation: tuple[Message, ...]) -> tuple[RenderedPrompt, Sequence[Message]]:
+        """Return the prompt, and the messages whose tokens are new in it.
+
+        A conversation that goes on from a played turn extends that turn's own tokens, so that what was sampled is never
+        tokenized again. Any other one (and one whose template rewrites history) is rendered anew, as a new branch.
+        """
+        for turn in reversed(self._turns):
+            played = len(turn.conversation)
+            if conversation[:played] != turn.conversation:
+                continue
+            extended = self._renderer.extend(turn.prompt_ids, turn.sampled_ids, conversation[played:])
+            if extended is None:
+                break
+            self.builder.go_back(turn.position)
+            return extended, conversation[played:]
+        self.builder.go_back()
         return self._renderer.render(conversation), conversation
 
-    def _check_lengths(self, images: Sequence[InlineImage], lengths: Sequence[int]) -> None:
+    def _check_lengths(self, images: Sequence[InlineImage], lengths: Sequence[int], where: str) -> None:
         for slot, (image, length) in enumerate(zip(images, lengths, strict=True)):
             expected = self._renderer.info.num_image_tokens(image)
             if expected != length:
                 raise PlaceholderMismatch(
-                    f"trace {self._spec.trace_id}, turn {self._num_turns}, picture {slot}: {image.width} x "
-                    f"{image.height} pixels need {expected} tokens, the server placed {length}. Server and trainer use "
-                    "different processor settings."
+                    f"{where}, picture {slot}: {image.width} x {image.height} pixels need {expected} tokens, the "
+                    f"server placed {length}. Server and trainer use different processor settings."
                 )
 
 
 async def play(
     environment: Environment,
-    client: InferenceClient,
+    client: Sampler,
     renderer: MessageRenderer,
     spec: RolloutSpec,
     *,
     max_images: int,
     max_model_len: int,
+    timeout_s: float = 600.0,
 ) -> Trace:
     """Play one task; whatever goes wrong with this rollout is recorded on its trace.
 
@@ -180,6 +236,7 @@ async def play(
         spec: what is played, and how.
         max_images: most pictures in the conversation.
         max_model_len: most tokens in the conversation; a longer one ends with empty answers.
+        timeout_s: most seconds the rollout may take.
     Returns:
         The trace, with a finite `reward`, or with `failure`.
     """
@@ -188,11 +245,15 @@ async def play(
     score: Score | None = None
     if failure is None:
         try:
-            score = await environment.rollout(spec.task, policy)
-            _check_score(score)
-        except Exception as error:
-            # The rollout border: an environment is foreign code, whatever it raises belongs to this rollout alone.
-            failure = _failure_of(error, f"environment {environment.name}, task {spec.task.id}")
+            async with asyncio.timeout(timeout_s):
+                score = await play_out(environment, policy, spec.task, renderer.info)
+        except (Exception, SystemExit, asyncio.CancelledError) as error:
+            # The rollout border: an environment is foreign code, whatever it raises belongs to this rollout alone. A
+            # cancellation does, too, unless it is ours.
+            task = asyncio.current_task()
+            if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+                raise
+            failure = failure_of(_explained(error, timeout_s), f"environment {environment.name}, task {spec.task.id}")
             score = None
     return Trace(
         id=spec.trace_id,
@@ -201,16 +262,41 @@ async def play(
         step=spec.step,
         group_id=spec.group_id,
         split=spec.split,
-        nodes=tuple(policy.builder.nodes),
+        nodes=policy.nodes,
         reward=float(score.reward) if score else None,
         reward_parts={name: float(value) for name, value in score.parts.items()} if score else {},
         failure=failure,
         is_out_of_room=policy.is_out_of_room,
         answer=spec.task.answer,
+        task_index=spec.task_index,
+        seed=spec.sampling.seed,
+        temperature=spec.sampling.temperature,
     )
 
 
+def _explained(error: BaseException, timeout_s: float) -> BaseException:
+    if isinstance(error, TimeoutError):
+        return RolloutTimeout(f"no end after {timeout_s:g} s (orchestrator.rollout_timeout_s) ({error})")
+    return error
+
+
+async def play_out(environment: Environment, policy: ServedPolicy, task: Task, info: ModelInfo) -> Score:
+    """Play one task to its end and check what came of it; whatever goes wrong is raised.
+
+    Raises:
+        Exception: of any kind: an environment is foreign code.
+    """
+    score = await environment.rollout(task, policy)
+    _check_score(score)
+    trace = Trace(id=policy.builder.trace_id, environment=environment.name, task_id=task.id, nodes=policy.nodes)
+    for sample in trace_to_samples(trace):
+        validate_sample(sample, info)
+    return score
+
+
 def _check_score(score: Score) -> None:
+    if not isinstance(score, Score):
+        raise EnvError(f"the rollout gave {score!r}, wanted a Score")
     for name, value in [("reward", score.reward), *score.parts.items()]:
         if not isinstance(value, numbers.Real) or not -1e9 < value < 1e9:
             raise EnvError(f"the {name} is {value!r}; it must be a finite number below 1e9.")

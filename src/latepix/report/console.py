@@ -32,6 +32,7 @@ class Column(msgspec.Struct, frozen=True):
         write: number to text.
         carry: show the latest known value where a step has none (held-out reward is measured every N steps).
         hide_zero: leave zeros out.
+        parts: key of a count that the number is a sum of, `{}` for the part's name: shown behind it, largest first.
     """
 
     title: str
@@ -40,6 +41,7 @@ class Column(msgspec.Struct, frozen=True):
     write: Callable[[float], str] = format_number
     carry: bool = False
     hide_zero: bool = False
+    parts: str = ""
 
 
 def _two_digits(value: float) -> str:
@@ -62,7 +64,7 @@ RL_COLUMNS = (
     Column("entropy", "loss/entropy/mean", "entropy {}", _short),
     Column("samples/s", "perf/samples_per_s", "{} samples/s"),
     Column("per sample", "batch/bytes_per_sample", "{}/sample", format_bytes),
-    Column("failed", "rollout/failed/count", "{} failed", hide_zero=True),
+    Column("failed", "rollout/failed/count", "{} failed", hide_zero=True, parts="rollout/failed/{}/count"),
 )
 #: What `latepix sft` shows.
 SFT_COLUMNS = (
@@ -164,7 +166,7 @@ class RunConsole:
 
     def _print_line(self, row: Mapping[str, Any]) -> None:
         parts = [f"step {int(row['step']) + 1}/{self._total_steps}"]
-        parts += [c.plain.format(text) for c in self._columns if (text := _cell(c, row))]
+        parts += [c.plain.format(text) + _parts(c, row) for c in self._columns if (text := _cell(c, row))]
         print("  ".join(parts), file=self._console.file, flush=True)
 
     def _render(self) -> RenderableType:
@@ -176,7 +178,7 @@ class RunConsole:
                 table.add_column(column.title, justify="right")
             for row in self._rows:
                 style = "" if self._done_key in row else "dim"
-                cells = [_cell(column, row) or "·" for column in self._columns]
+                cells = [_cell(column, row) + _parts(column, row) or "·" for column in self._columns]
                 table.add_row(str(int(row["step"]) + 1), *cells, style=style)
             parts.append(table)
         if self._spinner is not None:
@@ -239,3 +241,17 @@ def _cell(column: Column, row: Mapping[str, Any]) -> str:
     if not isinstance(value, int | float) or (column.hide_zero and value == 0):
         return ""
     return column.write(value)
+
+
+def _parts(column: Column, row: Mapping[str, Any]) -> str:
+    """Return ` (environment_raised 2, truncated 1)`, or nothing."""
+    if not column.parts:
+        return ""
+    before, _, after = column.parts.partition("{}")
+    counts = {
+        key.removeprefix(before).removesuffix(after): value
+        for key, value in row.items()
+        if key.startswith(before) and key.endswith(after) and len(key) > len(before) + len(after) and value
+    }
+    named = sorted(counts.items(), key=lambda part: (-part[1], part[0]))
+    return f" ({', '.join(f'{name} {column.write(value)}' for name, value in named)})" if named else ""

@@ -71,6 +71,9 @@ class Trace(msgspec.Struct, frozen=True, omit_defaults=True):
         failure: set if the rollout failed.
         is_out_of_room: the conversation filled the model's length; answers after that were empty.
         answer: the task's expected answer, for people.
+        task_index: of the task in its split; -1 if not known, and then it cannot be replayed.
+        seed: sampling seed of the first turn.
+        temperature: it was sampled at.
     """
 
     id: str
@@ -86,6 +89,9 @@ class Trace(msgspec.Struct, frozen=True, omit_defaults=True):
     failure: RolloutFailure | None = None
     is_out_of_room: bool = False
     answer: str = ""
+    task_index: int = -1
+    seed: int = 0
+    temperature: float = 1.0
 
     @property
     def branches(self) -> list[Branch]:
@@ -259,11 +265,16 @@ class TraceBuilder:
         self.logical_ids: list[int] = []
         self.effective_ids: list[int] = []
 
-    def start_branch(self) -> None:
-        """Let the next turn begin a new path from the root (the renderer could not extend the old one)."""
-        self.leaf = None
-        self.logical_ids = []
-        self.effective_ids = []
+    def position(self) -> Position:
+        """Return where the conversation stands, for `go_back`."""
+        return Position(leaf=self.leaf, logical_ids=tuple(self.logical_ids), effective_ids=tuple(self.effective_ids))
+
+    def go_back(self, position: Position | None = None) -> None:
+        """Let the next turn go on from an earlier position; None is the root, for a prompt that is rendered anew."""
+        position = position or Position(leaf=None, logical_ids=(), effective_ids=())
+        self.leaf = position.leaf
+        self.logical_ids = list(position.logical_ids)
+        self.effective_ids = list(position.effective_ids)
 
     def commit_turn(
         self,
@@ -281,6 +292,9 @@ class TraceBuilder:
     ) -> None:
         """Add the new messages of a turn and the sampled reply.
 
+        A message that an earlier branch already has, with the same tokens after the same nodes, is not stored again:
+        the branches share it.
+
         Args:
             messages: messages that are new in this turn.
             message_ends: per new message, the end of its tokens in `logical_ids`.
@@ -297,35 +311,15 @@ class TraceBuilder:
         where = f"trace {self.trace_id}, turn {sum(node.finish_reason is not None for node in self.nodes)}"
         self._check_sampled(sampled_ids, logprobs, where)
         slots = align_expansion(logical_ids, effective_ids, ranges, self.placeholder_ids, where=where)
-        history, logical_history = len(self.effective_ids), len(self.logical_ids)
+        history = len(self.effective_ids)
         if list(effective_ids[:history]) != self.effective_ids:
             raise PlaceholderMismatch(
                 f"{where}: the server's prompt does not start with the {history} tokens of the turns before."
             )
-        nodes = list(self.nodes)
-        parent, start = self.leaf, history
-        logical_start = logical_history
-        for message, logical_end in zip(messages, message_ends, strict=True):
-            inside = [r for s, r in zip(slots, ranges, strict=True) if logical_start <= s < logical_end]
-            end = start + (logical_end - logical_start) + sum(r.length - 1 for r in inside)
-            num_images = sum(1 for _ in iter_images([message]))
-            if len(inside) != num_images:
-                raise PlaceholderMismatch(
-                    f"{where}: the {message.role} message has {num_images} pictures, its tokens {len(inside)} ranges."
-                )
-            nodes.append(
-                MessageNode(
-                    parent=parent,
-                    message=message,
-                    token_ids=tuple(effective_ids[start:end]),
-                    mask=(False,) * (end - start),
-                    ranges=tuple(PlaceholderRange(offset=r.offset - start, length=r.length) for r in inside),
-                )
-            )
-            parent, start, logical_start = len(nodes) - 1, end, logical_end
-        num_behind = sum(slot >= logical_start for slot in slots)
-        if num_behind:
-            raise PlaceholderMismatch(f"{where}: {num_behind} placeholder ranges lie behind the last message.")
+        ends = _effective_ends(message_ends, slots, ranges)
+        nodes, parent, start = self._add_messages(messages, ends, effective_ids, ranges, where)
+        if any(placed.offset >= start for placed in ranges):
+            raise PlaceholderMismatch(f"{where}: a placeholder range lies behind the last message.")
         lead = tuple(effective_ids[start:])
         nodes.append(
             MessageNode(
@@ -343,6 +337,38 @@ class TraceBuilder:
         self.logical_ids = [*logical_ids, *sampled_ids]
         self.effective_ids = [*effective_ids, *sampled_ids]
 
+    def _add_messages(
+        self,
+        messages: Sequence[Message],
+        ends: Sequence[int],
+        effective_ids: Sequence[int],
+        ranges: Sequence[PlaceholderRange],
+        where: str,
+    ) -> tuple[list[MessageNode], int | None, int]:
+        """Return the nodes with the new messages, the last message's index, and the end of its tokens."""
+        nodes = list(self.nodes)
+        parent, start = self.leaf, len(self.effective_ids)
+        for message, end in zip(messages, ends, strict=True):
+            inside = tuple(
+                PlaceholderRange(offset=placed.offset - start, length=placed.length)
+                for placed in ranges
+                if start <= placed.offset < end
+            )
+            num_images = sum(1 for _ in iter_images([message]))
+            if len(inside) != num_images:
+                raise PlaceholderMismatch(
+                    f"{where}: the {message.role} message has {num_images} pictures, its tokens {len(inside)} ranges."
+                )
+            token_ids = tuple(effective_ids[start:end])
+            shared = _find_shared(nodes, parent, message, token_ids, inside)
+            if shared is None:
+                mask = (False,) * len(token_ids)
+                nodes.append(MessageNode(parent=parent, message=message, token_ids=token_ids, mask=mask, ranges=inside))
+                shared = len(nodes) - 1
+            # Tokens behind a shared answer (the template's line break) go to the message that follows.
+            parent, start = shared, start + len(nodes[shared].token_ids)
+        return nodes, parent, start
+
     def _check_sampled(self, sampled_ids: Sequence[int], logprobs: Sequence[float], where: str) -> None:
         if len(sampled_ids) != len(logprobs):
             raise PlaceholderMismatch(f"{where}: {len(sampled_ids)} sampled tokens but {len(logprobs)} logprobs.")
@@ -351,3 +377,42 @@ class TraceBuilder:
                 f"{where}: the server sampled {sorted(placeholders)}, which stand for pictures. It must honour the "
                 "bans in the request's logit_bias."
             )
+
+
+class Position(msgspec.Struct, frozen=True):
+    """A point in a conversation: the last node, and the tokens up to it, unexpanded and expanded."""
+
+    leaf: int | None
+    logical_ids: tuple[int, ...]
+    effective_ids: tuple[int, ...]
+
+
+def _effective_ends(message_ends: Sequence[int], slots: Sequence[int], ranges: Sequence[PlaceholderRange]) -> list[int]:
+    """Return the ends of messages in the expanded prompt, from those in the logical one."""
+    ends = []
+    number = grown = 0
+    for end in message_ends:
+        while number < len(slots) and slots[number] < end:
+            grown += ranges[number].length - 1
+            number += 1
+        ends.append(end + grown)
+    return ends
+
+
+def _find_shared(
+    nodes: Sequence[MessageNode],
+    parent: int | None,
+    message: Message,
+    token_ids: tuple[int, ...],
+    ranges: tuple[PlaceholderRange, ...],
+) -> int | None:
+    """Return a node that already says this message with the first of these tokens after the same nodes."""
+    for index, node in enumerate(nodes):
+        if (
+            node.parent == parent
+            and node.message == message
+            and node.ranges == ranges
+            and token_ids[: len(node.token_ids)] == node.token_ids
+        ):
+            return index
+    return None

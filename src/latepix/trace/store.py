@@ -6,6 +6,7 @@ In a line, a picture is `{"sha256", "media_type", "width", "height"}`; its bytes
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -105,21 +106,41 @@ def read_traces(path: Path | str, *, with_images: bool = True) -> Iterator[Trace
     """
     path = Path(path)
     images_dir = next((d for d in (path.parent / "images", path.parent.parent / "images") if d.is_dir()), path.parent)
-    cache: dict[str, InlineImage] = {}
+    cache: dict[str, bytes] = {}
 
     def load(image: InlineImage) -> InlineImage:
         if image.sha256 not in cache:
             data = image_path(images_dir, image).read_bytes()
-            cache[image.sha256] = msgspec.structs.replace(image, data=data)
-        return cache[image.sha256]
+            if hashlib.sha256(data).hexdigest() != image.sha256:
+                raise TransportError(f"picture {image.sha256} was changed after it was stored")
+            cache[image.sha256] = data
+        return msgspec.structs.replace(image, data=cache[image.sha256])
 
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             try:
                 trace = _DECODER.decode(line)
+                _check_nodes(trace)
                 yield _map_images(trace, load) if with_images else trace
             except (msgspec.MsgspecError, TransportError, OSError) as error:
                 raise TransportError(f"{path}, line {number}: {error}.") from error
+
+
+def _check_nodes(trace: Trace) -> None:
+    """Check what the types cannot say: parents come first, and what belongs together is equally long."""
+    for index, node in enumerate(trace.nodes):
+        num_images = sum(1 for _ in iter_images([node.message]))
+        if (
+            (node.parent is not None and not 0 <= node.parent < index)
+            or len(node.mask) != len(node.token_ids)
+            or len(node.logprobs) != sum(node.mask)
+            or len(node.ranges) != num_images
+        ):
+            raise TransportError(
+                f"trace {trace.id}, node {index}: parent {node.parent}, {len(node.token_ids)} tokens, {len(node.mask)} "
+                f"mask entries ({sum(node.mask)} sampled), {len(node.logprobs)} logprobs, {num_images} pictures and "
+                f"{len(node.ranges)} ranges do not fit each other"
+            )
 
 
 def _cannot_write(path: Path, error: OSError) -> TransportError:

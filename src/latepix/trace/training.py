@@ -184,7 +184,8 @@ def _check_lengths(micro_batch: MicroBatch, where: str) -> None:
             f"{where}: {num_tokens} tokens in {num_samples} samples, but arrays of other lengths. It was damaged, or "
             "written by another version of latepix."
         )
-    if micro_batch.loss_mask[micro_batch.sample_starts].any():
+    starts = micro_batch.sample_starts[micro_batch.sample_lengths > 0]
+    if micro_batch.loss_mask[starts].any():
         raise SchemaMismatch(f"{where}: a sample's first token is marked as trained, but nothing predicts it.")
 
 

@@ -37,7 +37,7 @@ class Optimizer:
         """Clip the gradients, take a step, clear the gradients.
 
         Raises:
-            NonFiniteLoss: the gradient is NaN or infinite; the weights are unchanged.
+            NonFiniteLoss: the gradient is NaN or infinite, and the weights unchanged; or the step made them so.
         """
         norm = torch.nn.utils.clip_grad_norm_(self._parameters, self._config.max_grad_norm)
         if not torch.isfinite(norm):
@@ -54,5 +54,10 @@ class Optimizer:
         for group in self._adamw.param_groups:
             group["lr"] = self._config.lr * factor
         self._adamw.step()
+        if not all(bool(torch.isfinite(norm)) for norm in torch._foreach_norm([*self._parameters])):
+            raise NonFiniteLoss(
+                f"Step {step}: the weights are not finite after the step: training diverged. Lower trainer.optim.lr "
+                f"({self._config.lr:g})."
+            )
         self._adamw.zero_grad(set_to_none=True)
         return {"optim/grad_norm": float(norm), "optim/lr": self._config.lr * factor}

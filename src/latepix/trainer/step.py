@@ -123,6 +123,10 @@ class TrainStep:
             chunk_tokens=self.config.logprob_chunk_tokens,
         )
         trained = np.flatnonzero(micro_batch.loss_mask)
+        if not len(trained):
+            # Padding: the same work as the other ranks', and no gradient.
+            (outputs.trainer_logprobs.sum() * 0.0).backward()
+            return LossOutputs(loss=torch.zeros(()), sums={}, maxima={})
         loss = self._loss(
             LossInputs(
                 trainer_logprobs=outputs.trainer_logprobs,

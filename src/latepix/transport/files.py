@@ -77,8 +77,7 @@ def disk_error(path: Path, error: OSError, num_bytes: int | None = None) -> Tran
         except OSError:
             free = "free space unknown"
         return TransportError(
-            f"The disk is full: writing {what} failed ({free}). Free some space or choose another "
-            "output_dir; the run can then be started again."
+            f"The disk is full: writing {what} failed ({free}). Free some space or choose another output_dir."
         )
     return TransportError(f"Cannot write {what}: {error.strerror or error}.")
 

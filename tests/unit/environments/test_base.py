@@ -9,6 +9,7 @@ import pytest
 
 from latepix.config.schema import EnvironmentConfig
 from latepix.environments.base import Environment, Ingest, Score, Split, Task, exact_match, load_environment
+from latepix.environments.codeword import Codeword
 from latepix.environments.digits import Digits, DigitSum
 from latepix.errors import ConfigError
 from latepix.trace.ingress import ingest_image
@@ -33,7 +34,7 @@ class Echo(Environment):
 class EchoPolicy:
     """Says what it was told."""
 
-    async def respond(self, messages: Sequence[Message]) -> Message:
+    async def respond(self, messages: Sequence[Message], *, history: Sequence[Message] | None = None) -> Message:
         return assistant_message(messages[-1].text)
 
 
@@ -41,7 +42,7 @@ def load(kind: str, **settings: object) -> Environment:
     return load_environment(EnvironmentConfig.model_validate({"type": kind, **settings}), ingest_image)
 
 
-@pytest.mark.parametrize(("kind", "cls"), [("digits", Digits), ("digit-sum", DigitSum)])
+@pytest.mark.parametrize(("kind", "cls"), [("digits", Digits), ("digit-sum", DigitSum), ("codeword", Codeword)])
 def test_built_in_environments_are_loaded_by_name(kind: str, cls: type[Environment]) -> None:
     environment = load(kind)
     assert type(environment) is cls
@@ -54,7 +55,8 @@ def test_an_environment_of_ones_own_is_loaded_by_its_path() -> None:
 
 def test_an_unknown_environment_is_named_with_the_known_ones() -> None:
     with pytest.raises(
-        ConfigError, match=r"^environment.type: 'digit' is unknown. Known: digit-sum, digits, or `module:Class`"
+        ConfigError,
+        match=r"^environment.type: 'digit' is unknown. Known: codeword, digit-sum, digits, or `module:Class`",
     ):
         load("digit")
 

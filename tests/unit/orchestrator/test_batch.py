@@ -9,12 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from latepix.errors import ConfigError, PlaceholderMismatch
-from latepix.orchestrator.batch import prepare_batch, validate_sample
+from latepix.orchestrator.batch import prepare_batch, truncate_sample, validate_sample
 from latepix.orchestrator.samples import trace_to_samples
-from latepix.trace.graph import MessageNode, Trace
+from latepix.trace.graph import Trace
 from latepix.trace.refs import MMRefs
-from latepix.trace.training import Batch, TrainingSample, decode_batch, encode_batch
+from latepix.trace.training import Batch, decode_batch, encode_batch
 from tests.tiny.pictures import make_image
+from tests.tiny.strategies import content, random_traces, unpack
 from tests.tiny.traces import make_info, make_reply_node, make_sample, make_trace, make_user_node
 
 A, B = make_image(seed=1), make_image(width=64, seed=2)
@@ -69,7 +70,7 @@ def test_samples_fill_as_few_micro_batches_as_fit() -> None:
     samples = [
         make_sample(num_text=num_text, num_sampled=1, group_id=index) for index, num_text in enumerate((5, 3, 2, 4))
     ]
-    batch = prepare_batch(samples, step=2, micro_batch_tokens=9)
+    (batch,) = prepare_batch(samples, step=2, micro_batch_tokens=9)
     assert sorted(len(micro_batch.token_ids) for micro_batch in batch.micro_batches) == [9, 9]
     assert (batch.step, batch.num_samples, batch.num_loss_tokens) == (2, 4, 4)
 
@@ -81,14 +82,14 @@ def test_siblings_stay_together_so_that_a_shared_picture_is_sent_once() -> None:
         for rollout in range(3)
         for group in range(4)
     ]
-    batch = prepare_batch(samples, step=0, micro_batch_tokens=40)
+    (batch,) = prepare_batch(samples, step=0, micro_batch_tokens=40)
     assert sum(len(micro_batch.mm_refs.images) for micro_batch in batch.micro_batches) == 4
     assert sorted(Counter(name[:2] for name in names).most_common(1)[0][1] for names in members(batch)) == [3, 3]
 
 
 def test_a_group_that_is_too_large_is_split() -> None:
     samples = [make_sample(trace_id=str(index)) for index in range(5)]
-    batch = prepare_batch(samples, step=0, micro_batch_tokens=10)
+    (batch,) = prepare_batch(samples, step=0, micro_batch_tokens=10)
     assert sorted(len(names) for names in members(batch)) == [1, 2, 2]
 
 
@@ -97,95 +98,85 @@ def test_a_sample_as_long_as_the_limit_gets_a_micro_batch_of_its_own() -> None:
         make_sample(num_text=8, num_sampled=2, trace_id="long"),
         make_sample(num_text=0, num_sampled=1, group_id=1),
     ]
-    assert ["long"] in members(prepare_batch(samples, step=0, micro_batch_tokens=10))
+    assert ["long"] in members(prepare_batch(samples, step=0, micro_batch_tokens=10)[0])
 
 
 def test_the_same_samples_give_the_same_batch() -> None:
     samples = [make_sample(images=(A,) * (index % 3), num_text=index, group_id=index // 2) for index in range(12)]
-    first, second = (encode_batch(prepare_batch(samples, step=0, micro_batch_tokens=30)) for _ in range(2))
+    first, second = (encode_batch(prepare_batch(samples, step=0, micro_batch_tokens=30)[0]) for _ in range(2))
     assert first == second
 
 
+def test_ranks_are_balanced_by_work() -> None:
+    samples = [
+        make_sample(num_text=size - 1, num_sampled=1, group_id=index)
+        for index, size in enumerate((22, 40, 28, 36, 24, 32))
+    ]
+    batches = prepare_batch(samples, step=0, micro_batch_tokens=40, num_ranks=2)
+    assert [[len(one.token_ids) for one in batch.micro_batches] for batch in batches] == [[40, 28, 24], [36, 32, 22]]
+
+
+def test_pictures_count_as_work() -> None:
+    """A picture of 12 tokens is 12 tokens in the row and 12 in the vision tower."""
+    picture = make_image(width=128, height=96, seed=3)
+    shown, text = make_sample(images=(picture,), num_text=0), make_sample(num_text=18, group_id=1)
+    also_text = make_sample(num_text=17, group_id=2)
+    first, second = prepare_batch([shown, text, also_text], step=0, micro_batch_tokens=20, num_ranks=2)
+    assert [len(batch.micro_batches) for batch in (first, second)] == [2, 2]
+    assert first.micro_batches[0].mm_refs.refs
+    assert not second.micro_batches[0].mm_refs.refs
+
+
+def test_distinct_pictures_limit_a_micro_batch() -> None:
+    pictures = [make_image(width=64, height=64, seed=seed) for seed in range(4)]
+    samples = [make_sample(images=(picture,), group_id=index) for index, picture in enumerate(pictures)]
+    (batch,) = prepare_batch(samples, step=0, micro_batch_tokens=1000, micro_batch_image_tokens=8)
+    assert [len(one.mm_refs.images) for one in batch.micro_batches] == [2, 2]
+
+
+def test_a_short_rank_is_filled_up_with_work_that_trains_nothing() -> None:
+    first, second = prepare_batch([make_sample(images=(A,))], step=0, micro_batch_tokens=20, num_ranks=2)
+    (padding,) = second.micro_batches
+    assert padding.trace_ids == ("padding",)
+    assert not padding.loss_mask.any()
+    assert padding.mm_refs == first.micro_batches[0].mm_refs
+    assert (first.num_samples, second.num_samples) == (1, 0)
+    assert first.num_loss_tokens == second.num_loss_tokens > 0
+
+
+# --- truncation --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("seq_len", "kept"), [(9, 9), (8, 8), (7, None), (4, None)], ids=["all", "last token", "nothing trained", "picture"]
+)
+def test_a_picture_is_kept_whole_or_dropped_whole(seq_len: int, kept: int | None) -> None:
+    picture = make_image(width=64, height=64, seed=1)
+    nodes = [make_user_node(images=[picture], text_ids=(11,)), make_reply_node(parent=0, lead_ids=())]
+    (sample,) = trace_to_samples(make_trace(nodes=nodes, advantage=1.0))
+    assert sample.num_tokens == 9
+    cut = truncate_sample(sample, seq_len)
+    assert (cut.num_tokens if cut else None) == kept
+
+
+def test_truncation_inside_a_later_picture_drops_it_and_everything_after() -> None:
+    pictures = [make_image(width=64, height=64, seed=seed) for seed in range(2)]
+    nodes = [
+        make_user_node(images=[pictures[0]]),
+        make_reply_node(parent=0),
+        make_user_node(parent=1, images=[pictures[1]]),
+        make_reply_node(parent=2),
+    ]
+    (sample,) = trace_to_samples(make_trace(nodes=nodes, advantage=1.0))
+    second = sample.mm_refs.refs[1]
+    cut = truncate_sample(sample, second.offset + second.length - 1)
+    assert cut is not None
+    assert cut.num_tokens == second.offset
+    assert [image.sha256 for image in cut.mm_refs.images] == [pictures[0].sha256]
+    validate_sample(cut, INFO)
+
+
 # --- from traces to the trainer, at random -----------------------------------------------------------------------
-
-#: A few pictures, some alike in size; drawn pictures repeat, within a sample and between samples.
-POOL = [
-    make_image(width=32 * wide, height=32 * high, seed=seed)
-    for seed, (wide, high) in enumerate([(1, 1), (1, 1), (2, 1), (3, 2), (4, 3)])
-]
-
-
-@st.composite
-def random_traces(draw: st.DrawFn) -> list[Trace]:
-    """Draw conversations of several turns with pictures, some of which branch; a few groups."""
-    traces = []
-    for number in range(draw(st.integers(1, 6))):
-        nodes: list[MessageNode] = []
-        leaf: int | None = None
-        for _ in range(draw(st.integers(1, 4))):
-            # A new turn hangs below the last one, or starts a branch: at a turn before, or at the root.
-            answers = [index for index, node in enumerate(nodes) if node.logprobs]
-            if nodes and draw(st.booleans()):
-                leaf = draw(st.sampled_from([None, *answers]))
-            images = draw(st.lists(st.sampled_from(POOL), max_size=3))
-            text_ids = draw(st.lists(st.integers(11, 50), max_size=5))
-            nodes.append(make_user_node(parent=leaf, images=images, text_ids=text_ids))
-            sampled_ids = draw(st.lists(st.integers(11, 50), min_size=1, max_size=6))
-            logprobs = draw(st.lists(st.floats(-20, 0, width=32), min_size=len(sampled_ids), max_size=len(sampled_ids)))
-            version = draw(st.integers(0, 3))
-            nodes.append(
-                make_reply_node(
-                    parent=len(nodes) - 1, sampled_ids=sampled_ids, logprobs=logprobs, policy_version=version
-                )
-            )
-            leaf = len(nodes) - 1
-        traces.append(
-            make_trace(
-                nodes=nodes,
-                trace_id=f"t{number}",
-                group_id=draw(st.integers(0, 2)),
-                advantage=draw(st.floats(-2, 2, width=32)),
-            )
-        )
-    return traces
-
-
-def unpack(batch: Batch) -> list[TrainingSample]:
-    """Cut a batch back into its samples."""
-    samples = []
-    for micro_batch in batch.micro_batches:
-        for index, (start, length) in enumerate(
-            zip(micro_batch.sample_starts.tolist(), micro_batch.sample_lengths.tolist(), strict=True)
-        ):
-            inside = slice(start, start + length)
-            slots = [slot for slot in micro_batch.mm_refs.slots(-start) if 0 <= slot[1] < length]
-            samples.append(
-                TrainingSample(
-                    token_ids=micro_batch.token_ids[inside],
-                    loss_mask=micro_batch.loss_mask[inside],
-                    inference_logprobs=micro_batch.inference_logprobs[inside],
-                    advantages=micro_batch.advantages[inside],
-                    mm_refs=MMRefs.from_slots(slots),
-                    temperature=float(micro_batch.temperatures[index]),
-                    trace_id=micro_batch.trace_ids[index],
-                    policy_version=int(micro_batch.policy_versions[index]),
-                )
-            )
-    return samples
-
-
-def content(sample: TrainingSample) -> tuple[object, ...]:
-    """Everything of a sample that the trainer reads, comparable."""
-    return (
-        sample.trace_id,
-        sample.token_ids.tolist(),
-        sample.loss_mask.tolist(),
-        sample.inference_logprobs.tolist(),
-        sample.advantages.tolist(),
-        sample.mm_refs,
-        sample.temperature,
-        sample.policy_version,
-    )
 
 
 @settings(max_examples=150, deadline=None)
@@ -195,7 +186,7 @@ def test_nothing_of_a_sample_changes_on_its_way_to_the_trainer(traces: list[Trac
     for sample in samples:
         validate_sample(sample, INFO)
     limit = max(sample.num_tokens for sample in samples) + room
-    batch = prepare_batch(samples, step=0, micro_batch_tokens=limit)
+    (batch,) = prepare_batch(samples, step=0, micro_batch_tokens=limit)
     arrived = decode_batch(encode_batch(batch))
 
     # Every sample is in exactly one micro batch, with its tokens, masks, advantages, ranges and pictures.
@@ -247,7 +238,7 @@ def test_no_two_micro_batches_could_be_one(lengths: list[tuple[int, int]], limit
         make_sample(num_text=length - 1, num_sampled=1, group_id=group, trace_id=str(index))
         for index, (length, group) in enumerate(lengths)
     ]
-    batch = prepare_batch(samples, step=0, micro_batch_tokens=limit)
+    (batch,) = prepare_batch(samples, step=0, micro_batch_tokens=limit)
     assert sorted(int(name) for names in members(batch) for name in names) == list(range(len(samples)))
     sizes = sorted(len(micro_batch.token_ids) for micro_batch in batch.micro_batches)
     assert sizes[-1] <= limit

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,11 @@ from latepix.families.model_info import ModelInfo, read_model_info
 from latepix.inference.client import Generation, Prompt, Sampling
 from latepix.inference.render import MessageRenderer
 from latepix.orchestrator.batch import validate_sample
-from latepix.orchestrator.rollout import RolloutSpec, play
+from latepix.orchestrator.rollout import RolloutSpec, make_task, play
 from latepix.orchestrator.samples import trace_to_samples
 from latepix.trace.graph import Trace
 from latepix.trace.ingress import ingest_image
-from latepix.trace.messages import Message, TextPart, user_message
+from latepix.trace.messages import Message, TextPart, assistant_message, user_message
 from latepix.trace.store import TraceWriter, read_traces
 from tests.tiny.pictures import make_image
 from tests.tiny.servers import FakeClient, lengthen_last_picture
@@ -199,7 +199,7 @@ def test_an_environment_that_raises_fails_its_rollout_alone(info: ModelInfo, ren
         (Score(reward="1"), "the reward is '1'"),  # ty: ignore[invalid-argument-type]
         (Score(reward=None), "the reward is None"),  # ty: ignore[invalid-argument-type]
         (Score(reward=1.0, parts={"style": math.nan}), "the style is nan"),
-        (None, "AttributeError"),
+        (None, "the rollout gave None, wanted a Score"),
     ],
 )
 def test_a_reward_that_is_no_finite_number_fails_the_rollout(
@@ -329,3 +329,157 @@ def test_two_answers_of_one_conversation_cannot_be_awaited_at_once(info: ModelIn
     trace = run(Impatient(exact), client, renderer)
     assert trace.failure is not None
     assert "while another answer" in trace.failure.message
+
+
+def test_a_second_attempt_goes_on_from_the_tokens_of_the_turn_it_repeats(
+    info: ModelInfo, renderer: MessageRenderer
+) -> None:
+    """Two attempts at the second turn: the first turn is stored and trained once, its tokens never made again."""
+
+    class TwoAttempts(OneTurn):
+        async def rollout(self, task: Task, policy: Policy) -> Score:
+            first = await policy.respond(task.messages)
+            await policy.respond([user_message("and", B, "?")])
+            await policy.respond([user_message("and", B, "?")], history=[*task.messages, first])
+            return Score(reward=1.0)
+
+    replies = [renderer.answer_ids("7"), renderer.answer_ids("8"), renderer.answer_ids("9")]
+    client = FakeClient(info=info, replies=replies)
+    trace = run(TwoAttempts(exact), client, renderer)
+    assert trace.failure is None
+    first, second = trace.branches
+    assert first.node_indices[:-1] == second.node_indices[:-1]
+    assert client.prompts[1] == client.prompts[2]
+    samples = trace_to_samples(msgspec.structs.replace(trace, advantage=1.0))
+    trained = [sample.token_ids[sample.loss_mask].tolist() for sample in samples]
+    assert trained == [[*replies[0], *replies[1]], replies[2]]
+
+
+def test_edited_history_is_a_branch_that_shares_what_was_not_edited(info: ModelInfo, renderer: MessageRenderer) -> None:
+    class Edits(OneTurn):
+        async def rollout(self, task: Task, policy: Policy) -> Score:
+            await policy.respond(task.messages)
+            await policy.respond([user_message("and?")], history=[*task.messages, assistant_message("edited")])
+            return Score(reward=1.0)
+
+    client = FakeClient(info=info, replies=[renderer.answer_ids("7"), renderer.answer_ids("8")])
+    trace = run(Edits(exact), client, renderer)
+    assert trace.failure is None
+    first, second = trace.branches
+    assert first.node_indices[0] == second.node_indices[0]
+    assert "edited" in renderer.tokenizer.decode(second.token_ids.tolist())
+    samples = trace_to_samples(msgspec.structs.replace(trace, advantage=1.0))
+    assert [sample.token_ids[sample.loss_mask].tolist() for sample in samples] == [
+        renderer.answer_ids("7"),
+        renderer.answer_ids("8"),
+    ]
+
+
+def test_a_sub_agent_with_a_context_of_its_own_is_a_branch_of_its_own(
+    info: ModelInfo, renderer: MessageRenderer
+) -> None:
+    class Delegates(OneTurn):
+        async def rollout(self, task: Task, policy: Policy) -> Score:
+            await policy.respond(task.messages)
+            helped = await policy.respond([user_message("look", B)], history=[])
+            answer = await policy.respond([user_message(helped.text)], history=[*task.messages, assistant_message("7")])
+            return self._judge(answer)
+
+    client = FakeClient(info=info, replies=[renderer.answer_ids(text) for text in "787"])
+    trace = run(Delegates(exact), client, renderer)
+    assert (trace.failure, trace.reward) == (None, 1.0)
+    assert [branch.node_indices for branch in trace.branches] == [(2, 3), (0, 1, 4, 5)]
+    assert len(client.prompts[1].images) == 1
+
+
+class Raises(OneTurn):
+    """Its rollouts do what the test wants."""
+
+    def __init__(self, act: Callable[[], object]) -> None:
+        super().__init__(exact)
+        self._act = act
+
+    async def rollout(self, task: Task, policy: Policy) -> Score:
+        result = self._act()
+        if isinstance(result, Awaitable):
+            await result
+        return Score(reward=1.0)
+
+
+def leave() -> None:
+    raise SystemExit(0)
+
+
+def cancel() -> None:
+    raise asyncio.CancelledError
+
+
+def speak_in_surrogates() -> None:
+    raise ValueError("\ud800")
+
+
+@pytest.mark.parametrize(
+    ("act", "problem"),
+    [(leave, "SystemExit: 0"), (cancel, "CancelledError"), (speak_in_surrogates, "ValueError: ?")],
+    ids=["exits", "cancels", "says what cannot be written"],
+)
+def test_whatever_a_rollout_does_belongs_to_it_alone(
+    info: ModelInfo, renderer: MessageRenderer, act: Callable[[], object], problem: str, tmp_path: Path
+) -> None:
+    trace = run(Raises(act), FakeClient(info=info, replies=[]), renderer)
+    assert trace.failure is not None
+    assert trace.failure.reason == "environment_raised"
+    assert problem in trace.failure.message
+    assert list(read_traces(TraceWriter(tmp_path).write("step_000000", [trace]))) == [trace]
+
+
+def test_a_rollout_that_takes_too_long_fails(info: ModelInfo, renderer: MessageRenderer) -> None:
+    async def main() -> Trace:
+        environment = Raises(lambda: asyncio.sleep(60))
+        client = FakeClient(info=info, replies=[])
+        return await play(
+            environment, client, renderer, make_spec(environment), max_images=4, max_model_len=99, timeout_s=0.05
+        )
+
+    trace = asyncio.run(main())
+    assert trace.failure is not None
+    assert trace.failure.reason == "timeout"
+    assert "no end after 0.05 s (orchestrator.rollout_timeout_s)" in trace.failure.message
+
+
+def test_our_own_cancellation_is_not_swallowed(info: ModelInfo, renderer: MessageRenderer) -> None:
+    async def main() -> None:
+        environment = Raises(lambda: asyncio.sleep(60))
+        client = FakeClient(info=info, replies=[])
+        task = asyncio.create_task(
+            play(environment, client, renderer, make_spec(environment), max_images=4, max_model_len=99)
+        )
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("task", "problem"),
+    [
+        (None, "gave NoneType, wanted a Task"),
+        (Task(id="a", messages=(), answer=7), "answer is 7, wanted text"),  # ty: ignore[invalid-argument-type]
+        (Task(id=3, messages=(), answer="7"), "id is 3, wanted text"),  # ty: ignore[invalid-argument-type]
+        (Task(id="\ud800", messages=(), answer="7"), "id holds characters that cannot be written"),
+        (Task(id="a", messages=({"role": "user"},), answer="7"), "a message is dict, wanted a Message"),  # ty: ignore[invalid-argument-type]
+    ],
+    ids=["nothing", "number as answer", "number as id", "surrogates", "dict as message"],
+)
+def test_a_task_that_is_none_fails_its_rollouts(task: Any, problem: str) -> None:
+    class Wrong(OneTurn):
+        def task(self, split: Split, index: int) -> Task:
+            return task
+
+    made, failure = make_task(Wrong(exact), "train", 5)
+    assert failure is not None
+    assert failure.reason == "environment_raised"
+    assert problem in failure.message
+    assert made.id == "train-5"

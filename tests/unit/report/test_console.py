@@ -60,6 +60,24 @@ def test_latest_held_out_reward_is_carried_on_and_failures_are_named() -> None:
     assert second.endswith("  2 failed")
 
 
+def test_failures_are_counted_by_reason_largest_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    failed = {
+        "rollout/failed/count": 3,
+        "rollout/failed/truncated/count": 1,
+        "rollout/failed/environment_raised/count": 2,
+    }
+    out = io.StringIO()
+    with RunConsole("digits", 3, file=out) as console:
+        console.update([_row(0, **failed)])
+    assert out.getvalue().endswith("  3 failed (environment_raised 2, truncated 1)\n")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "140")
+    out = _Terminal()
+    with RunConsole("digits", 3, file=out) as console:
+        console.update([_row(0, **failed)])
+    assert "3 (environment_raised 2, truncated 1)" in out.getvalue()
+
+
 def test_resumed_run_does_not_repeat_its_steps() -> None:
     out = io.StringIO()
     with RunConsole("digits", 4, done_steps=2, file=out) as console:

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from latepix.errors import PlaceholderMismatch
+from latepix.orchestrator.samples import trace_to_samples
 from latepix.trace.graph import Trace, TraceBuilder
-from latepix.trace.messages import assistant_message, system_message, user_message
+from latepix.trace.messages import assistant_message, iter_images, system_message, user_message
 from latepix.trace.refs import PlaceholderRange
 from tests.tiny.pictures import make_image
 from tests.tiny.traces import IMAGE_ID, VIDEO_ID, make_reply_node, make_trace, make_user_node
@@ -95,15 +96,41 @@ def test_the_generation_prompt_belongs_to_the_answer_and_is_not_sampled() -> Non
     assert (reply.policy_version, reply.finish_reason) == (4, "stop")
 
 
-def test_a_new_branch_starts_from_the_root() -> None:
+def test_a_second_attempt_shares_the_prompt_and_samples_anew() -> None:
     builder = make_builder(FIRST)
-    builder.start_branch()
+    builder.go_back()
     other: dict[str, Any] = {"sampled_ids": [23], "logprobs": [-1.0]}
     builder.commit_turn(**FIRST | other)
     first, second = as_trace(builder).branches
     assert first.node_indices == (0, 1, 2)
-    assert second.node_indices == (3, 4, 5)
+    assert second.node_indices == (0, 1, 3)
     assert second.token_ids.tolist() == [*FIRST["effective_ids"], 23]
+
+
+def test_a_prompt_with_other_tokens_shares_only_what_is_equal() -> None:
+    builder = make_builder(FIRST)
+    builder.go_back()
+    ids = list(FIRST["logical_ids"])
+    edited: dict[str, Any] = {
+        "messages": [FIRST["messages"][0], user_message("edited", *iter_images(FIRST["messages"]))]
+    }
+    builder.commit_turn(**FIRST | edited)
+    first, second = as_trace(builder).branches
+    assert first.node_indices == (0, 1, 2)
+    assert second.node_indices == (0, 3, 4)
+    assert second.token_ids[: len(ids)].tolist() == first.token_ids[: len(ids)].tolist()
+
+
+def test_going_back_to_a_turn_extends_its_own_tokens() -> None:
+    builder = make_builder(FIRST)
+    position = builder.position()
+    builder.commit_turn(**SECOND)
+    builder.go_back(position)
+    builder.commit_turn(**SECOND)
+    first, second = as_trace(builder).branches
+    assert first.node_indices[:-1] == second.node_indices[:-1]
+    assert first.node_indices[-1] != second.node_indices[-1]
+    assert len(trace_to_samples(as_trace(builder))) == 2
 
 
 def test_branches_share_the_nodes_of_a_common_path() -> None:
@@ -144,7 +171,7 @@ WRONG_FIRST: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "picture in no message": (
         {"message_ends": [2, 3], "messages": (system_message("be brief"), user_message("which?"))},
-        r"1 placeholder ranges lie behind the last message",
+        r"a placeholder range lies behind the last message",
     ),
     "sampled placeholder": ({"sampled_ids": [21, IMAGE_ID]}, r"the server sampled \[9\], which stand for pictures"),
 }

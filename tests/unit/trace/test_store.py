@@ -123,3 +123,21 @@ def test_a_full_disk_stops_the_quarantine(tmp_path: Path) -> None:
     (tmp_path / "quarantine.jsonl").symlink_to("/dev/full")
     with pytest.raises(TransportError, match=r"quarantine.jsonl: No space left on device"):
         writer.append_quarantine([make_trace()])
+
+
+def test_a_line_whose_lists_do_not_fit_each_other_is_named(tmp_path: Path) -> None:
+    path = TraceWriter(tmp_path).write("step_000000", [make_trace()])
+    lines = json.loads(path.read_text())
+    lines["nodes"][0]["mask"].append(False)
+    path.write_text(json.dumps(lines))
+    with pytest.raises(TransportError, match=r"line 1: trace .*, node 0: .* do not fit each other"):
+        list(read_traces(path))
+
+
+def test_a_picture_that_was_changed_is_noticed(tmp_path: Path) -> None:
+    picture = make_image(seed=3)
+    path = TraceWriter(tmp_path).write("step_000000", [make_trace(nodes=[make_user_node(images=[picture])])])
+    (stored,) = (tmp_path / "images").iterdir()
+    stored.write_bytes(make_image(seed=4).data)
+    with pytest.raises(TransportError, match="was changed after it was stored"):
+        list(read_traces(path))

@@ -12,7 +12,7 @@ from tests.tiny.traces import make_sample
 
 def make_batch(*versions: int, step: int) -> Batch:
     samples = [msgspec.structs.replace(make_sample(), policy_version=version) for version in versions]
-    return prepare_batch(samples, step=step, micro_batch_tokens=1000)
+    return prepare_batch(samples, step=step, micro_batch_tokens=1000)[0]
 
 
 @pytest.mark.parametrize(("versions", "off_policy"), [((4,), 0), ((3, 4), 1), ((-1,), 0), ((), 0)])

@@ -38,11 +38,9 @@ def make_samples(train_step: TrainStep, count: int = 4) -> list[TrainingSample]:
 
 
 def make_batch(samples: Sequence[TrainingSample], *, tokens: int = 1000, step: int = 0) -> Batch:
-    return prepare_batch(
-        [msgspec.structs.replace(sample, group_id=number) for number, sample in enumerate(samples)],
-        step=step,
-        micro_batch_tokens=tokens,
-    )
+    alone = [msgspec.structs.replace(sample, group_id=number) for number, sample in enumerate(samples)]
+    (batch,) = prepare_batch(alone, step=step, micro_batch_tokens=tokens)
+    return batch
 
 
 def weights_of(train_step: TrainStep) -> dict[str, torch.Tensor]:
@@ -88,6 +86,25 @@ def test_a_batch_with_nothing_to_train_is_skipped_and_says_so(train_step: TrainS
     for samples in ([], [make_sample(train_step.info, 4, PICTURE, answer=0)]):
         assert train_step.run(make_batch(samples)).values == {"train/skipped": 1.0}
     assert_same(weights_of(train_step), before)
+
+
+def test_micro_batches_that_fill_up_a_rank_change_nothing(tiny_model: Path) -> None:
+    samples = [msgspec.structs.replace(s, group_id=n) for n, s in enumerate(make_samples(make_step(tiny_model)))]
+    ranks = prepare_batch(samples[:3], step=0, micro_batch_tokens=9, num_ranks=2)
+    padding = ranks[1].micro_batches[-1]
+    assert padding.trace_ids == ("padding",)
+    results = []
+    for extra in ((), (padding,)):
+        train_step = make_step(tiny_model)
+        try:
+            batch = make_batch(samples, tokens=9)
+            batch = msgspec.structs.replace(batch, micro_batches=(*batch.micro_batches, *extra))
+            values = train_step.run(batch).values
+            results.append((values["loss/total"], values["optim/grad_norm"], weights_of(train_step)))
+        finally:
+            train_step.close()
+    assert results[0][:2] == results[1][:2]
+    assert_same(results[0][2], results[1][2])
 
 
 def nan_in_the_second(calls: list[int]) -> Any:

@@ -16,7 +16,7 @@ from tests.tiny.traces import make_sample
 
 def make_batch(*, step: int = 3) -> Batch:
     samples = [make_sample(images=(make_image(seed=seed),), group_id=seed) for seed in range(3)]
-    return prepare_batch(samples, step=step, micro_batch_tokens=12)
+    return prepare_batch(samples, step=step, micro_batch_tokens=12)[0]
 
 
 def test_what_was_sent_is_received(tmp_path: Path) -> None:
