@@ -134,11 +134,6 @@ class Misconfigured(OnePicture):
         raise ConfigError("environment.type: needs a judge")
 
 
-@pytest.fixture(scope="module")
-def info(tiny_model: Path) -> ModelInfo:
-    return read_model_info(tiny_model)
-
-
 def make_config(model: Path, cls: type[Environment], **sections: dict[str, Any]) -> RunConfig:
     return RunConfig.model_validate(
         {

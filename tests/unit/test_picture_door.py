@@ -10,18 +10,13 @@ from pydantic import ValidationError
 
 from latepix.config.schema import ImagesConfig
 from latepix.errors import ImageError
-from latepix.families.model_info import ModelInfo, read_model_info
+from latepix.families.model_info import ModelInfo
 from latepix.runs import picture_door
 from latepix.trace.ingress import InlineImage
 from tests.tiny.picture_server import Reply, picture_server
 from tests.tiny.pictures import draw_picture, encode
 
 DATA = encode(draw_picture(width=70, height=45))
-
-
-@pytest.fixture(scope="module")
-def info(tiny_model: Path) -> ModelInfo:
-    return read_model_info(tiny_model)
 
 
 def ingest(source: Any, info: ModelInfo, **settings: Any) -> InlineImage:

@@ -14,7 +14,6 @@ from latepix.config.loader import write_config
 from latepix.config.schema import EnvironmentConfig, RunConfig
 from latepix.environments.base import Environment, Score, Split, Task
 from latepix.errors import ConfigError, EnvError, ImageError, InferenceError, RolloutError
-from latepix.families.model_info import ModelInfo, read_model_info
 from latepix.inference.client import Sampling
 from latepix.inference.render import MessageRenderer
 from latepix.orchestrator.rollout import RolloutSpec, play
@@ -62,16 +61,6 @@ class Judged(Environment):
             except KeyError as error:
                 raise ValueError(f"cannot judge {task.id}") from error
         return Score(reward=float(answer.text == task.answer))
-
-
-@pytest.fixture(scope="module")
-def info(tiny_model: Path) -> ModelInfo:
-    return read_model_info(tiny_model)
-
-
-@pytest.fixture(scope="module")
-def renderer(info: ModelInfo) -> MessageRenderer:
-    return MessageRenderer(info)
 
 
 def make_failed(trace_id: str = "s0-g0-r0", *, reason: str = "environment_raised", **fields: Any) -> Trace:

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,7 +8,7 @@ import pytest
 from latepix.config.schema import EnvironmentConfig
 from latepix.environments.base import Environment, Score, Split, Task, Turn, load_environment
 from latepix.errors import ConfigError
-from latepix.families.model_info import ModelInfo, read_model_info
+from latepix.families.model_info import ModelInfo
 from latepix.inference.render import MessageRenderer, RenderedPrompt
 from latepix.sft import demonstration_sample
 from latepix.trace.ingress import InlineImage, ingest_image
@@ -18,16 +17,6 @@ from latepix.trace.training import TrainingSample
 from tests.tiny.pictures import make_image
 
 A, B = make_image(seed=1), make_image(width=64, height=96, seed=2)
-
-
-@pytest.fixture(scope="module")
-def info(tiny_model: Path) -> ModelInfo:
-    return read_model_info(tiny_model)
-
-
-@pytest.fixture(scope="module")
-def renderer(info: ModelInfo) -> MessageRenderer:
-    return MessageRenderer(info)
 
 
 class Guided(Environment):

@@ -15,8 +15,8 @@ exact word alone is too rare from a weak start: most groups earn nothing, and no
 What a turn shows does not depend on the answers.
 
 A word has three to five letters: at least one turn shows a single square. Of each shape (how many squares each turn
-shows) at most 512 words are used, 2,368 in all. The splits are by word and fixed, and each has its own shades and places
-of the squares: no held-out picture is ever trained on.
+shows) at most 512 words are used, 2,368 in all. The splits are by word and fixed, and each has its own shades and
+places of the squares: no held-out picture is ever trained on.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _NUM_SHADES: dict[Split, int] = {"test": 24, "validation": 24, "train": 96}
 _COLOURS = {"R": (190, 70, 70), "G": (70, 190, 70), "B": (70, 70, 190), "Y": (190, 190, 70)}
 _BACKGROUND = (225, 225, 225)
 #: A shade differs from its colour by at most this much in each channel, of 255: high and low stay apart.
-_SHADE_SPREAD = 45
+_SHADE_SPREAD = 35
 _NUM_TURNS = 3
 #: What one turn can show.
 _GROUPS = (*_COLOURS, *map("".join, itertools.product(_COLOURS, repeat=2)))

@@ -16,16 +16,6 @@ A, B = make_image(seed=1), make_image(seed=2)
 
 
 @pytest.fixture(scope="module")
-def info(tiny_model: Path) -> ModelInfo:
-    return read_model_info(tiny_model)
-
-
-@pytest.fixture(scope="module")
-def renderer(info: ModelInfo) -> MessageRenderer:
-    return MessageRenderer(info)
-
-
-@pytest.fixture(scope="module")
 def hf_tokenizer(tiny_model: Path) -> Any:
     from transformers import AutoTokenizer
 

@@ -13,7 +13,7 @@ import pytest
 from latepix.config.schema import EnvironmentConfig
 from latepix.environments.base import Environment, Policy, Score, Split, Task
 from latepix.errors import ConfigError, InferenceError
-from latepix.families.model_info import ModelInfo, read_model_info
+from latepix.families.model_info import ModelInfo
 from latepix.inference.client import Generation, Prompt, Sampling
 from latepix.inference.render import MessageRenderer
 from latepix.orchestrator.batch import validate_sample
@@ -27,16 +27,6 @@ from tests.tiny.pictures import make_image
 from tests.tiny.servers import FakeClient, lengthen_last_picture
 
 A, B = make_image(seed=1), make_image(width=64, height=96, seed=2)
-
-
-@pytest.fixture(scope="module")
-def info(tiny_model: Path) -> ModelInfo:
-    return read_model_info(tiny_model)
-
-
-@pytest.fixture(scope="module")
-def renderer(info: ModelInfo) -> MessageRenderer:
-    return MessageRenderer(info)
 
 
 class OneTurn(Environment):
