@@ -24,6 +24,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Sequence
+from typing import cast
 
 import numpy as np
 from PIL import Image, ImageDraw
@@ -169,4 +170,4 @@ def _share_in_place(said: str, wanted: str) -> float:
 def _parse(task: Task) -> tuple[Split, list[str]]:
     """Return the split and the groups that a task's id spells."""
     split, *word = task.id.split("-")
-    return split, word
+    return cast("Split", split), word
