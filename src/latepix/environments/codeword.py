@@ -10,9 +10,9 @@ policy answers each turn with the code word so far, and the last answer is the w
 Two squares of one colour in one turn are the same picture shown twice: two slots, one stored picture.
 
 The reward is half `exact` (1 for exactly the whole word, 0 otherwise) and half the mean over the turns of `turn_1` to
-`turn_3` (the share of the letters so far that the answer has in their places): 1 only if every answer is right. The
-exact word alone is too rare from a weak start: most groups earn nothing, and nothing holds earlier answers in place.
-What a turn shows does not depend on the answers.
+`turn_3` (the share of the letters so far that the answer has in their places): 1 only if every answer is right. With
+the exact word alone, half to nearly all groups had equal rewards, and two runs of three collapsed
+(examples/codeword/README.md). What a turn shows does not depend on the answers.
 
 A word has three to five letters: at least one turn shows a single square. Of each shape (how many squares each turn
 shows) at most 512 words are used, 2,368 in all. The splits are by word and fixed, and each has its own shades and

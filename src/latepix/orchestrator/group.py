@@ -79,6 +79,13 @@ def _reasons(failed: Sequence[Trace]) -> str:
     return "\n".join(f"  {count} x {reason}, for example: {examples[reason]}" for reason, count in counts.most_common())
 
 
+def reward_part_means(traces: Sequence[Trace], area: str) -> dict[str, float]:
+    """Return the mean of each named part of the reward, over the rollouts that have it, as `area/reward/part/mean`."""
+    names = sorted({name for trace in traces for name in trace.reward_parts})
+    values = {name: [trace.reward_parts[name] for trace in traces if name in trace.reward_parts] for name in names}
+    return {f"{area}/reward/{name}/mean": sum(parts) / len(parts) for name, parts in values.items()}
+
+
 def rollout_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
     """Return the scalars of a step's rollouts."""
     traces = [trace for group in groups for trace in group.traces]
@@ -96,12 +103,16 @@ def rollout_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
     sampled = [trace.num_sampled_tokens for trace in traces]
     total = [trace.num_tokens for trace in traces]
     image_tokens = sum(placed.length for trace in traces for node in trace.nodes for placed in node.ranges)
-    return values | {
-        "rollout/reward/mean": mean,
-        "rollout/reward/std": (sum((r - mean) ** 2 for r in rewards) / len(rewards)) ** 0.5,
-        "rollout/zero_spread_groups/frac": sum(group.is_zero_spread for group in groups) / len(groups),
-        "rollout/truncated/frac": sum(trace.is_truncated for trace in traces) / len(traces),
-        "rollout/completion_tokens/mean": sum(sampled) / len(traces),
-        "rollout/prompt_tokens/mean": (sum(total) - sum(sampled)) / len(traces),
-        "rollout/image_tokens/sum": image_tokens,
-    }
+    return (
+        values
+        | reward_part_means(traces, "rollout")
+        | {
+            "rollout/reward/mean": mean,
+            "rollout/reward/std": (sum((r - mean) ** 2 for r in rewards) / len(rewards)) ** 0.5,
+            "rollout/zero_spread_groups/frac": sum(group.is_zero_spread for group in groups) / len(groups),
+            "rollout/truncated/frac": sum(trace.is_truncated for trace in traces) / len(traces),
+            "rollout/completion_tokens/mean": sum(sampled) / len(traces),
+            "rollout/prompt_tokens/mean": (sum(total) - sum(sampled)) / len(traces),
+            "rollout/image_tokens/sum": image_tokens,
+        }
+    )

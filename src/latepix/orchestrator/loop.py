@@ -17,7 +17,14 @@ from latepix.inference.client import InferenceClient, Sampling, wait_until_healt
 from latepix.inference.render import MessageRenderer
 from latepix.metrics import MetricsWriter, peak_rss_bytes
 from latepix.orchestrator.batch import prepare_batch, truncate_sample
-from latepix.orchestrator.group import ScoredGroup, check_evaluation, check_failures, rollout_metrics, score_group
+from latepix.orchestrator.group import (
+    ScoredGroup,
+    check_evaluation,
+    check_failures,
+    reward_part_means,
+    rollout_metrics,
+    score_group,
+)
 from latepix.orchestrator.rollout import RolloutSpec, make_task, play
 from latepix.orchestrator.samples import trace_to_samples
 from latepix.runs import picture_door
@@ -256,7 +263,8 @@ class Orchestrator:
         check_evaluation(traces, split=split)
         self.metrics.write(
             self.policy_version,
-            {
+            reward_part_means(traces, area)
+            | {
                 f"{area}/reward/mean": mean_reward(traces),
                 f"{area}/tasks/count": len(traces),
                 f"{area}/failed/count": len(failed),

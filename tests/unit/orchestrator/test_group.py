@@ -1,9 +1,17 @@
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from latepix.errors import RolloutError
-from latepix.orchestrator.group import ScoredGroup, check_evaluation, check_failures, rollout_metrics, score_group
+from latepix.orchestrator.group import (
+    ScoredGroup,
+    check_evaluation,
+    check_failures,
+    reward_part_means,
+    rollout_metrics,
+    score_group,
+)
 from latepix.trace.graph import RolloutFailure, Trace
 from tests.tiny.pictures import make_image
 from tests.tiny.traces import make_reply_node, make_trace, make_user_node
@@ -97,6 +105,7 @@ def test_metrics_count_what_was_played() -> None:
         "rollout/failed/environment_raised/count": 1,
         "rollout/reward/mean": pytest.approx(2 / 3),
         "rollout/reward/std": pytest.approx((2 / 9) ** 0.5),
+        "rollout/reward/exact/mean": 1.0,
         "rollout/zero_spread_groups/frac": 0.5,
         "rollout/truncated/frac": pytest.approx(1 / 3),
         # Sampled 2 + 4 + 2; prompts of 3 (two text tokens, one of the generation prompt), 7 and 3 tokens.
@@ -112,3 +121,9 @@ def test_metrics_of_a_step_without_survivors_count_the_failures() -> None:
         "rollout/failed/count": 1,
         "rollout/failed/environment_raised/count": 1,
     }
+
+
+def test_parts_of_the_reward_are_measured_by_name() -> None:
+    parts: list[dict[str, float]] = [{"exact": 1.0, "style": 0.5}, {"exact": 0.0}]
+    traces = [msgspec.structs.replace(make_trace(), reward_parts=own) for own in parts]
+    assert reward_part_means(traces, "eval") == {"eval/reward/exact/mean": 0.5, "eval/reward/style/mean": 0.5}
