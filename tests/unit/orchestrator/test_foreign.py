@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,82 +13,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from latepix.errors import ConfigError, ImageError, PlaceholderMismatch, RolloutError
-from latepix.families.model_info import ModelInfo, read_model_info
 from latepix.orchestrator.batch import validate_sample
 from latepix.orchestrator.foreign import iter_pictures
 from latepix.orchestrator.samples import trace_to_samples
 from latepix.trace.graph import MessageNode
 from latepix.trace.ingress import InlineImage, ingest_image
 from latepix.trace.messages import ImagePart, Message, TextPart
-from latepix.trace.refs import PlaceholderRange
 from latepix.trace.training import TrainingSample
-from tests.tiny.pictures import data_url, draw_picture, encode, make_image
-from tests.tiny.traces import IMAGE_ID, VIDEO_ID, make_info, make_reply_node, make_trace, make_user_node, num_tokens
+from tests.tiny.foreign import CONVERSATIONS, A, B, C, foreign_message, foreign_trace, with_pictures
+from tests.tiny.pictures import data_url, draw_picture, encode
+from tests.tiny.traces import IMAGE_ID, VIDEO_ID, make_info, make_reply_node, make_trace, make_user_node
 
-A, B, C = make_image(seed=1), make_image(width=64, seed=2), make_image(width=96, height=64, seed=3)
 INFO = make_info()
-DOCS = Path(__file__).parents[3] / "docs" / "traces.md"
-
-
-@pytest.fixture(scope="module")
-def vf() -> Any:
-    """Return the real `verifiers.v1`; importing it takes seconds, so nothing else does."""
-    import verifiers.v1
-
-    return verifiers.v1
-
-
-def foreign_message(vf: Any, message: Message) -> Any:
-    """Say one of our messages with the types of `verifiers`."""
-    if message.role == "assistant":
-        return vf.AssistantMessage(content=message.text)
-    content = message.to_openai()["content"]
-    if message.role == "tool":
-        return vf.ToolMessage(tool_call_id=message.tool_call_id or "call-0", content=content)
-    return {"system": vf.SystemMessage, "user": vf.UserMessage}[message.role](content=content)
-
-
-def foreign_trace(vf: Any, nodes: Sequence[MessageNode | Any], *, trainable: bool = True, **fields: Any) -> Any:
-    """Build a completed trace of `verifiers` from nodes of ours (or of its own)."""
-    own = [
-        vf.MessageNode(
-            parent=node.parent,
-            message=foreign_message(vf, node.message),
-            sampled=any(node.mask),
-            token_ids=list(node.token_ids),
-            mask=list(node.mask),
-            logprobs=list(node.logprobs),
-        )
-        if isinstance(node, MessageNode)
-        else node
-        for node in nodes
-    ]
-    settings = {"id": "t", "is_completed": True, "ok": True, "nodes": own} | fields
-    return vf.Trace(
-        task=vf.TraceTask(type="Drawn", data=vf.TaskData()),
-        agent=vf.AgentInfo(config=vf.AgentConfig(), trainable=trainable),
-        **settings,
-    )
-
-
-def with_pictures(
-    *images: InlineImage, role: str = "user", parent: int | None = None, gap: Sequence[int] = (5,)
-) -> MessageNode:
-    """Build a node with pictures and, between them, the ids of `gap`; an empty one lets their tokens touch."""
-    token_ids: list[int] = [13]
-    ranges = []
-    for image in images:
-        token_ids += gap
-        ranges.append(PlaceholderRange(offset=len(token_ids), length=num_tokens(image)))
-        token_ids += [IMAGE_ID] * num_tokens(image)
-    token_ids.append(14)
-    return MessageNode(
-        parent=parent,
-        message=Message(role=role, content=(TextPart(text="look"), *(ImagePart(image=image) for image in images))),  # ty: ignore[invalid-argument-type]
-        token_ids=tuple(token_ids),
-        mask=(False,) * len(token_ids),
-        ranges=tuple(ranges),
-    )
 
 
 def assert_equal_samples(ours: Sequence[TrainingSample], theirs: Sequence[TrainingSample]) -> None:
@@ -104,47 +38,6 @@ def assert_equal_samples(ours: Sequence[TrainingSample], theirs: Sequence[Traini
         assert a.mm_refs == b.mm_refs
         assert (a.trace_id, a.branch, a.group_id, a.temperature) == (b.trace_id, b.branch, b.group_id, b.temperature)
         assert b.policy_version == -1
-
-
-CONVERSATIONS = {
-    "text only": [make_user_node(), make_reply_node(parent=0)],
-    "one picture": [make_user_node(images=(B,)), make_reply_node(parent=0)],
-    "several pictures": [make_user_node(images=(C, A, B)), make_reply_node(parent=0)],
-    "the same picture twice": [make_user_node(images=(B, A, B)), make_reply_node(parent=0)],
-    "pictures that touch": [with_pictures(C, A, B, gap=()), make_reply_node(parent=0)],
-    "equal pictures that touch": [with_pictures(B, B, gap=()), make_reply_node(parent=0)],
-    "pictures in system, user and tool messages": [
-        with_pictures(A, role="system"),
-        with_pictures(C, B, parent=0),
-        make_reply_node(parent=1),
-        with_pictures(B, role="tool", parent=2, gap=()),
-        make_reply_node(parent=3, sampled_ids=(31, 32, 7)),
-    ],
-    "a shared prefix": [
-        make_user_node(images=(A,)),
-        make_reply_node(parent=0),
-        with_pictures(B, role="tool", parent=1),
-        make_reply_node(parent=2),
-        with_pictures(C, A, role="tool", parent=1, gap=()),
-        make_reply_node(parent=4),
-        make_reply_node(parent=4, sampled_ids=(33, 7)),
-    ],
-    "edited history": [
-        make_user_node(images=(A, B)),
-        make_reply_node(parent=0),
-        make_user_node(images=(B,)),
-        make_reply_node(parent=2, sampled_ids=(41, 42, 43, 7)),
-    ],
-    "a branch with nothing to train": [
-        make_user_node(),
-        make_reply_node(parent=0),
-        make_user_node(parent=1),
-        make_user_node(parent=1, images=(A,)),
-        make_reply_node(parent=3),
-    ],
-    "a first token that was sampled": [make_reply_node(parent=None, lead_ids=(), sampled_ids=(21, 22, 7))],
-    "no message": [],
-}
 
 
 @pytest.mark.parametrize("nodes", CONVERSATIONS.values(), ids=CONVERSATIONS)
@@ -459,103 +352,3 @@ def test_branches_of_copied_nodes_are_refused() -> None:
     copied = SimpleNamespace(id="t", nodes=nodes, branches=[SimpleNamespace(nodes=[node()])])
     with pytest.raises(PlaceholderMismatch, match="trace t, branch 0: message 0 is none of the 1 objects"):
         trace_to_samples(copied)
-
-
-@pytest.mark.parametrize(
-    "fields", [{"ok": False}, {"ok": False, "is_completed": False}, {"trainable": False}], ids=["error", "cut", "judge"]
-)
-def test_a_trace_that_is_not_trained_gives_no_sample(vf: Any, fields: dict[str, Any]) -> None:
-    nodes = CONVERSATIONS["one picture"]
-    assert len(trace_to_samples(foreign_trace(vf, nodes), info=INFO)) == 1
-    assert trace_to_samples(foreign_trace(vf, nodes, **fields)) == []
-
-
-def test_an_error_that_was_recorded_gives_no_sample(vf: Any) -> None:
-    trace = foreign_trace(vf, CONVERSATIONS["one picture"])
-    trace.record_error(RuntimeError("boom"))
-    assert trace_to_samples(trace) == []
-
-
-def test_a_relayed_trace_without_tokens_gives_no_sample(vf: Any) -> None:
-    asked = vf.MessageNode(message=foreign_message(vf, with_pictures(A).message))
-    said = vf.MessageNode(parent=0, message=vf.AssistantMessage(content="x"), sampled=True)
-    assert trace_to_samples(foreign_trace(vf, [asked, said])) == []
-
-
-def test_a_branch_that_is_not_trained_leaves_shared_nodes_to_the_others(vf: Any) -> None:
-    from verifiers.v1.semantic import ParentLink
-
-    trace = foreign_trace(vf, CONVERSATIONS["a shared prefix"])
-    trace.nodes[3].semantic_parents = [ParentLink(node=1, type="compaction_attempt")]
-    assert [branch.trainable for branch in trace.branches] == [False, True, True]
-    first, second = trace_to_samples(trace, info=INFO)
-    assert (first.branch, second.branch) == (1, 2)
-    assert first.loss_mask.sum() == 4
-    assert second.loss_mask.sum() == 2
-
-
-def test_advantages_come_from_the_argument_then_the_nodes_then_the_trace(vf: Any) -> None:
-    nodes = [make_user_node(), make_reply_node(parent=0), make_user_node(parent=1), make_reply_node(parent=2)]
-    trace = foreign_trace(vf, nodes)
-
-    def trained(**options: Any) -> list[float]:
-        (sample,) = trace_to_samples(trace, **options)
-        assert not sample.advantages[~sample.loss_mask].any()
-        return sample.advantages[sample.loss_mask].tolist()
-
-    assert trained() == [1.0] * 4
-    trace.nodes[1].advantages = [0.5, -2.0]
-    assert trained() == [0.5, -2.0, 0.0, 0.0]
-    assert trained(advantage=-1.0) == [-1.0] * 4
-
-
-def test_an_advantage_of_the_trace_is_read() -> None:
-    node = SimpleNamespace(parent=None, message={"role": "user"}, token_ids=[1, 2], mask=[False, True], logprobs=[-1.0])
-    trace = SimpleNamespace(id="t", nodes=[node], branches=[SimpleNamespace(nodes=[node])], advantage=-3.0)
-    assert trace_to_samples(trace)[0].advantages.tolist() == [0.0, -3.0]
-
-
-def test_an_advantage_must_be_finite() -> None:
-    with pytest.raises(RolloutError, match="trace s0-g0-r0: advantage = nan"):
-        trace_to_samples(make_trace(), advantage=float("nan"))
-
-
-def test_the_argument_replaces_the_advantage_and_temperature_of_our_own_trace() -> None:
-    trace = msgspec.structs.replace(make_trace(advantage=0.5), temperature=0.6)
-    (as_it_is,) = trace_to_samples(trace)
-    assert (as_it_is.advantages.max(), as_it_is.temperature) == (0.5, 0.6)
-    (sample,) = trace_to_samples(trace, advantage=4.0, temperature=0.9)
-    assert (sample.advantages.max(), sample.temperature) == (4.0, 0.9)
-
-
-def test_the_example_of_the_docs_is_how_pictures_come_in(vf: Any, tiny_model: Path) -> None:
-    (code,) = [block for block in code_blocks("python") if "def batch_of" in block]
-    namespace: dict[str, Any] = {}
-    exec(code, namespace)
-    info = read_model_info(tiny_model)
-    nodes = [with_model_ids(node, info) for node in CONVERSATIONS["several pictures"]]
-    traces = [foreign_trace(vf, nodes, id="a"), foreign_trace(vf, nodes, id="b")]
-    (batch,) = namespace["batch_of"](traces, [1.0, -1.0], model_folder=tiny_model, temperature=0.8)
-    (micro_batch,) = batch.micro_batches
-    assert sorted(micro_batch.trace_ids) == ["a", "b"]
-    assert len(micro_batch.mm_refs.refs) == 6
-    assert len(micro_batch.mm_refs.images) == 3
-    assert micro_batch.temperatures.tolist() == pytest.approx([0.8, 0.8])
-
-
-def with_model_ids(node: MessageNode, info: ModelInfo) -> MessageNode:
-    """Write a node's pictures with the placeholders of a real model, in their number."""
-    token_ids: list[int] = []
-    at = 0
-    images = [part.image for part in node.message.content if isinstance(part, ImagePart)]
-    for image, placed in zip(images, node.ranges, strict=True):
-        token_ids += node.token_ids[at : placed.offset] + (info.image_placeholder_id,) * info.num_image_tokens(image)
-        at = placed.offset + placed.length
-    token_ids += node.token_ids[at:]
-    mask = (False,) * (len(token_ids) - sum(node.mask)) + (True,) * sum(node.mask)
-    return msgspec.structs.replace(node, token_ids=tuple(token_ids), mask=mask, ranges=())
-
-
-def code_blocks(language: str) -> list[str]:
-    """Return the code blocks of `docs/traces.md` in a language."""
-    return re.findall(rf"^```{language}\n(.*?)^```$", DOCS.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
