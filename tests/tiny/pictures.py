@@ -7,8 +7,10 @@ import io
 from typing import Any
 
 import numpy as np
+import pytest
 from PIL import Image
 
+from latepix.errors import ImageError
 from latepix.trace.ingress import GridFit, InlineImage, ingest_image
 
 
@@ -38,3 +40,15 @@ def data_url(data: bytes, *, media_type: str = "image/png") -> str:
 def make_image(*, width: int = 32, height: int = 32, seed: int = 0, fit: GridFit | None = None) -> InlineImage:
     """Build a canonical picture, different for every seed."""
     return ingest_image(draw_picture(width=width, height=height, seed=seed), fit=fit)
+
+
+def reason_of(source: object, **options: object) -> str:
+    """Return why ingress refuses a picture; it must."""
+    with pytest.raises(ImageError) as caught:
+        ingest_image(source, **options)  # ty: ignore[invalid-argument-type]
+    return caught.value.reason
+
+
+def pixels(image: InlineImage) -> np.ndarray:
+    """Return [height, width, 3] uint8."""
+    return np.asarray(image.open())

@@ -61,7 +61,6 @@ class Orchestrator:
         self.batches.check_unused()
         self.traces = TraceWriter(config.output_dir)
         self.metrics = MetricsWriter(config.output_dir / "metrics.jsonl")
-        self.max_model_len = min(config.inference.max_model_len, self.info.max_position_embeddings)
         self.policy_version = 0
         self._next_eval = 0.0
 
@@ -169,17 +168,8 @@ class Orchestrator:
             )
             for number in range(self.config.orchestrator.group_size)
         ]
-        return await asyncio.gather(*(self._play(spec) for spec in specs))
-
-    async def _play(self, spec: RolloutSpec) -> Trace:
-        return await play(
-            self.environment,
-            self.client,
-            self.renderer,
-            spec,
-            max_images=self.config.images.max_per_prompt,
-            max_model_len=self.max_model_len,
-            timeout_s=self.config.orchestrator.rollout_timeout_s,
+        return await asyncio.gather(
+            *(_play(self.environment, self.client, self.renderer, self.config, spec) for spec in specs)
         )
 
     def _task_indices(self, step: int) -> list[int]:
@@ -301,17 +291,24 @@ async def play_split(
                 task_index=index,
                 problem=problem,
             )
-            return await play(
-                environment,
-                client,
-                renderer,
-                spec,
-                max_images=config.images.max_per_prompt,
-                max_model_len=min(config.inference.max_model_len, renderer.info.max_position_embeddings),
-                timeout_s=config.orchestrator.rollout_timeout_s,
-            )
+            return await _play(environment, client, renderer, config, spec)
 
     return await asyncio.gather(*(play_one(index) for index in range(num_tasks)))
+
+
+async def _play(
+    environment: Environment, client: InferenceClient, renderer: MessageRenderer, config: RunConfig, spec: RolloutSpec
+) -> Trace:
+    """Play one task under the limits of a run."""
+    return await play(
+        environment,
+        client,
+        renderer,
+        spec,
+        max_images=config.images.max_per_prompt,
+        max_model_len=min(config.inference.max_model_len, renderer.info.max_position_embeddings),
+        timeout_s=config.orchestrator.rollout_timeout_s,
+    )
 
 
 def mean_reward(traces: Sequence[Trace]) -> float:

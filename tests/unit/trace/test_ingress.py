@@ -17,7 +17,7 @@ from PIL import Image, ImageFile
 from latepix.errors import ImageError
 from latepix.trace.ingress import GridFit, ImageLimits, InlineImage, ingest_image
 from tests.pictures.build import PACK
-from tests.tiny.pictures import data_url, draw_flat, draw_picture, encode
+from tests.tiny.pictures import data_url, draw_flat, draw_picture, encode, pixels, reason_of
 
 REASONS = {
     *("unsupported_source", "bad_base64", "unsupported_array"),
@@ -27,16 +27,6 @@ REASONS = {
 }
 GRID = GridFit(factor=32, min_pixels=32 * 32, max_pixels=1024 * 1024)
 DATA = encode(draw_picture(seed=3))
-
-
-def reason_of(source: object, **options: object) -> str:
-    with pytest.raises(ImageError) as caught:
-        ingest_image(source, **options)  # ty: ignore[invalid-argument-type]
-    return caught.value.reason
-
-
-def pixels(image: InlineImage) -> np.ndarray:
-    return np.asarray(image.open())
 
 
 # --- the canonical form ------------------------------------------------------------------------------------------

@@ -9,21 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from latepix.errors import ImageError
-from latepix.trace.ingress import GridFit, ImageLimits, InlineImage, ingest_image
-from tests.tiny.pictures import data_url, draw_picture, encode
+from latepix.trace.ingress import GridFit, ImageLimits, ingest_image
+from tests.tiny.pictures import data_url, draw_picture, encode, pixels, reason_of
 
 GRID = GridFit(factor=32, min_pixels=32 * 32, max_pixels=1024 * 1024)
-
-
-def reason_of(source: object, **options: object) -> str:
-    with pytest.raises(ImageError) as caught:
-        ingest_image(source, **options)  # ty: ignore[invalid-argument-type]
-    return caught.value.reason
-
-
-def pixels(image: InlineImage) -> np.ndarray:
-    return np.asarray(image.open())
 
 
 # --- data URLs ---------------------------------------------------------------------------------------------------
