@@ -13,7 +13,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 CPU := -m "not gpu and not multi_gpu and not vllm and not network"
 
 .DEFAULT_GOAL := help
-.PHONY: help install fmt check test numerics properties integration gpu demo bench clean
+.PHONY: help install vllm-env fmt check test test-vllm numerics properties integration gpu demo bench clean
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z_-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -24,6 +24,12 @@ install: .venv/.installed ## make .venv and install everything (quick when nothi
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet -c constraints.txt uv
 	$(BIN)/uv pip install --compile-bytecode -p $(BIN)/python $(INDEX) $(FIND_LINKS) -c constraints.txt -e '.[dev]'
+	touch $@
+
+vllm-env: .venv-vllm/.installed ## make .venv-vllm: vLLM on a CPU and our plugin (2.2 GB)
+
+.venv-vllm/.installed: $(wildcard vllm-env/*) src/latepix_vllm/pyproject.toml constraints.txt
+	PYTHON='$(PYTHON)' vllm-env/install.sh .venv-vllm
 	touch $@
 
 fmt: install ## format the code and fix what can be fixed
@@ -39,6 +45,9 @@ check: install ## formatting, lint, types and spelling
 test: install ## every test that needs neither a GPU nor vLLM nor the network
 	$(PYTEST) $(CPU)
 
+test-vllm: install vllm-env ## the tests against a real vLLM on the CPU: contract, weight updates, parity, doctor, rl
+	$(PYTEST) -m vllm
+
 numerics: install ## the equalities: packed = one by one, engine = trainer, ...
 	$(PYTEST) $(CPU) tests/numerics
 
@@ -48,8 +57,8 @@ properties: install ## the property tests with 10,000 random cases each (some mi
 integration: install ## whole runs on the tiny model
 	$(PYTEST) $(CPU) tests/integration
 
-gpu: install ## the tests for machines with a GPU (and vLLM)
-	$(PYTEST) -m "gpu or multi_gpu or vllm"
+gpu: install ## the tests for machines with a GPU
+	$(PYTEST) -m "gpu or multi_gpu"
 
 demo: install ## train a tiny Qwen3-VL on handwritten digits by RL, on a CPU (SEED=0)
 	$(BIN)/python examples/digits/demo.py --seed $(SEED)
@@ -57,6 +66,6 @@ demo: install ## train a tiny Qwen3-VL on handwritten digits by RL, on a CPU (SE
 bench: install ## samples per second of the whole loop
 	$(BIN)/python benchmarks/loop.py
 
-clean: ## remove caches and build leftovers (keeps .venv and runs/)
-	rm -rf build dist .pytest_cache .ruff_cache .hypothesis
-	find . -path ./.venv -prune -o \( -name __pycache__ -o -name '*.egg-info' \) -type d -exec rm -rf {} +
+clean: ## remove caches and build leftovers (keeps the environments and runs/)
+	rm -rf build dist src/latepix_vllm/build .pytest_cache .ruff_cache .hypothesis
+	find . -path './.venv*' -prune -o \( -name __pycache__ -o -name '*.egg-info' \) -type d -exec rm -rf {} +

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,8 @@ import pytest
 from latepix.families.model_info import ModelInfo, read_model_info
 from latepix.families.tiny import make_tiny
 from latepix.inference.render import MessageRenderer
+from tests.tiny.policy import Policy, load_policy, sharpen
+from tests.tiny.running import RunningServer, run_server
 
 
 @pytest.fixture(scope="session")
@@ -27,3 +30,29 @@ def info(tiny_model: Path) -> ModelInfo:
 def renderer(info: ModelInfo) -> MessageRenderer:
     """Return the renderer of the tiny model."""
     return MessageRenderer(info)
+
+
+@pytest.fixture(scope="session")
+def sharp_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a sharpened tiny model: its answers are peaked and depend on the pictures."""
+    return sharpen(tiny_model, tmp_path_factory.mktemp("models") / "sharp")
+
+
+@pytest.fixture(scope="session")
+def policy(sharp_model: Path) -> Policy:
+    """Return the sharpened model as the trainer holds it; nobody changes its weights."""
+    return load_policy(sharp_model)
+
+
+@pytest.fixture(scope="session")
+def local_server(sharp_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    """Return a running local engine with the sharpened model, as `latepix serve` starts it."""
+    with run_server("local", sharp_model, tmp_path_factory.mktemp("local-server")) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def vllm_server(sharp_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    """Return a running vLLM with the sharpened model: one for the whole test run, since it takes a minute to start."""
+    with run_server("vllm", sharp_model, tmp_path_factory.mktemp("vllm-server")) as running:
+        yield running

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import TypeVar
 
 from latepix.config.loader import load_config
-from latepix.config.schema import BudgetConfig, RunConfig, SftConfig
-from latepix.errors import LatepixError
+from latepix.config.schema import BudgetConfig, DoctorConfig, ParityConfig, RunConfig, SftConfig
+from latepix.errors import ConfigError, LatepixError
 from latepix.families.model_info import read_model_info
 from latepix.processes import die_with_parent
 from latepix.report.console import print_error
 
-ConfigT = TypeVar("ConfigT", RunConfig, BudgetConfig, SftConfig)
+ConfigT = TypeVar("ConfigT", RunConfig, BudgetConfig, DoctorConfig, ParityConfig, SftConfig)
 
 _USAGE = """\
 usage: latepix COMMAND [@ config.toml] [--section.key value ...]
@@ -27,6 +27,8 @@ usage: latepix COMMAND [@ config.toml] [--section.key value ...]
   serve        the inference server alone
   orchestrate  the orchestrator alone
   train        the trainer alone
+  parity       do server and trainer agree? mismatch KL over real training steps; exit 1 above the threshold
+  doctor       do server and trainer see the same pictures? the picture pack through both; exit 1 on a mismatch
   budget       tokens and bytes of the environment's pictures and turns, before a run; needs no server
   replay       RUN_DIR [--id TRACE_ID]: plays quarantined rollouts again and shows their full errors
   report       RUN_DIR: one self-contained HTML page
@@ -70,9 +72,9 @@ def _configured(cls: type[ConfigT], args: list[str], name: str, run: Callable[[C
     config = load_config(cls, args, prog=f"latepix {name}")
     if config.dry_run:
         print(config.model_dump_json(indent=2))
-    else:
-        run(config)
-    return 0
+        return 0
+    status = run(config)
+    return status if isinstance(status, int) else 0
 
 
 def _rl(args: list[str]) -> int:
@@ -107,6 +109,12 @@ def _eval(args: list[str]) -> int:
 def _serve(args: list[str]) -> int:
     def run(config: RunConfig) -> None:
         read_model_info(config.model.path)
+        if config.inference.url is not None:
+            raise ConfigError(f"inference.url: {config.inference.url} runs already; `serve` starts a server.")
+        if config.inference.engine == "vllm":
+            from latepix.inference.vllm import become_vllm
+
+            become_vllm(config)
         _quiet_transformers()
         from latepix.serve import run_server
 
@@ -133,6 +141,28 @@ def _train(args: list[str]) -> int:
         run_trainer(config)
 
     return _configured(RunConfig, args, "train", run)
+
+
+def _parity(args: list[str]) -> int:
+    def run(config: ParityConfig) -> int:
+        read_model_info(config.model.path)
+        _quiet_transformers()
+        from latepix.parity.kl import run_parity
+
+        return run_parity(config)
+
+    return _configured(ParityConfig, args, "parity", run)
+
+
+def _doctor(args: list[str]) -> int:
+    def run(config: DoctorConfig) -> int:
+        read_model_info(config.model.path)
+        _quiet_transformers()
+        from latepix.parity.doctor import run_doctor
+
+        return run_doctor(config)
+
+    return _configured(DoctorConfig, args, "doctor", run)
 
 
 def _budget(args: list[str]) -> int:
@@ -213,6 +243,8 @@ _COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "serve": _serve,
     "orchestrate": _orchestrate,
     "train": _train,
+    "parity": _parity,
+    "doctor": _doctor,
     "budget": _budget,
     "replay": _replay,
     "report": _report,

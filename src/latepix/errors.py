@@ -10,6 +10,7 @@
     |   `-- InferenceError                  the server refused, failed or answered something that does not fit
     |-- TransportError(RuntimeError)        a batch or weights could not be written or read
     |   |-- StaleWeights                    weights that were asked for are not the ones that are served
+    |   |-- HandshakeFailed                 server and trainer are set up differently
     |   `-- SchemaMismatch                  the other side speaks another version of the wire format
     |-- TrainerError(RuntimeError)
     |   |-- NonFiniteLoss                   NaN or infinity in the loss or the gradient; the step is refused
@@ -74,11 +75,23 @@ class InferenceError(RolloutError):
 
 
 class TransportError(LatepixError, RuntimeError):
-    """A batch or a set of weights could not be written or read."""
+    """A batch or a set of weights could not be written, read or handed over.
+
+    Attributes:
+        status: HTTP status of the server's refusal; None if it was none.
+    """
+
+    def __init__(self, message: str, *, status: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 class StaleWeights(TransportError):
     """The weights asked for are not the ones that are served."""
+
+
+class HandshakeFailed(TransportError):
+    """Server and trainer are set up differently, in a way that changes pixels, tokens or logprobs."""
 
 
 class SchemaMismatch(TransportError):

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import signal
+import sys
 import time
 from collections.abc import Generator
 from pathlib import Path
@@ -18,11 +19,13 @@ from latepix.config.schema import RunConfig
 from latepix.environments.base import load_environment
 from latepix.errors import LatepixError, ProcessFailed
 from latepix.families.model_info import read_model_info
-from latepix.inference.client import InferenceClient, wait_until_healthy
+from latepix.inference.http import wait_until_healthy
 from latepix.inference.render import MessageRenderer
+from latepix.inference.vllm import explain_log, find_vllm
 from latepix.metrics import MetricsTail
 from latepix.orchestrator.group import check_evaluation
 from latepix.orchestrator.loop import mean_reward, play_split
+from latepix.orchestrator.server import client_of
 from latepix.processes import Child, free_port
 from latepix.report.console import RunConsole, print_summary
 from latepix.report.html import write_report
@@ -32,6 +35,8 @@ from latepix.transport.files import write_bytes
 
 #: How often the launcher looks at its children and at the metrics, seconds.
 _LOOK_S = 0.2
+#: How often a start that takes long is told about where nothing is drawn, seconds.
+_TELL_S = 30.0
 #: What is played without a server before a run starts, to say what pictures cost: tasks, and seconds.
 _BUDGET_TASKS, _BUDGET_S = 16, 1.0
 
@@ -49,6 +54,7 @@ def run_rl(config: RunConfig) -> dict[str, Any]:
     """
     started = time.monotonic()
     config = _with_port(config)
+    _check_server(config)
     # Finds the mistakes of `check_inputs`, too.
     budget = measure_budget(config, num_tasks=_BUDGET_TASKS, time_limit_s=_BUDGET_S)
     with new_run_folder(config.output_dir):
@@ -73,24 +79,33 @@ def _run_processes(config: RunConfig, path: Path) -> None:
     logs = config.output_dir / "logs"
     metrics = MetricsTail(config.output_dir / "metrics.jsonl")
     with _children() as children, RunConsole(title, config.steps, done_key="time/publish_s") as console:
-        threads = {"serve": config.inference.num_threads, "train": config.trainer.num_threads, "orchestrate": 1}
-        names = {"serve": "inference", "train": "trainer", "orchestrate": "orchestrator"}
-        for command, name in names.items():
-            children.append(Child(name, [command, "@", str(path)], logs, num_threads=threads[command]))
-        inference, *others = children
-        console.status("loading the model")
-        orchestrator = others[-1]
+        inference = None
+        if config.inference.url is None:
+            inference = _start_server(config, path, logs)
+            children.append(inference)
+        for command, name, num_threads in (
+            ("train", "trainer", config.trainer.num_threads),
+            ("orchestrate", "orchestrator", 1),
+        ):
+            children.append(Child(name, [command, "@", str(path)], logs, num_threads=num_threads))
+        orchestrator = children[-1]
+        others = children[-2:]
+        starting = StartProgress(config.inference.engine, inference)
         while any(child.exit_code is None for child in others):
             if orchestrator.exit_code == 0 and not _is_over(metrics.read(), config):
                 break
             for child in children:
                 child.check()
-            if inference.exit_code == 0:
+            if inference is not None and inference.exit_code == 0:
                 raise ProcessFailed(f"The inference process ended before the run did. Its log: {inference.log_path}")
             rows = metrics.read()
             if rows:
                 console.status(_what_now(rows, config))
                 console.update(rows)
+            else:
+                console.status(starting.text())
+                if not console.is_live:
+                    starting.print_sometimes()
             time.sleep(_LOOK_S)
         for child in others:
             child.check()
@@ -98,6 +113,39 @@ def _run_processes(config: RunConfig, path: Path) -> None:
         console.update(rows)
         if not _is_over(rows, config):
             raise ProcessFailed(f"The orchestrator process ended before the run did. Its log: {logs}/orchestrator.log")
+
+
+def _start_server(config: RunConfig, path: Path, logs: Path) -> Child:
+    """Start the inference server of a config that lies at `path`."""
+    return Child(
+        "inference",
+        ["serve", "@", str(path)],
+        logs,
+        num_threads=config.inference.num_threads,
+        explain=explain_log if config.inference.engine == "vllm" else None,
+    )
+
+
+class StartProgress:
+    """Says what is going on while a server starts, which takes vLLM a minute and more."""
+
+    def __init__(self, engine: str, child: Child | None) -> None:
+        self._engine = engine
+        self._child = child
+        self._started = self._printed = time.monotonic()
+
+    def text(self) -> str:
+        """Return one line: how long it takes so far, and the last line of the log."""
+        if self._child is None:
+            return "waiting for the trainer"
+        passed = time.monotonic() - self._started
+        return f"starting the {self._engine} engine, {passed:.0f} s: {self._child.last_line[-160:]}"
+
+    def print_sometimes(self) -> None:
+        """Print the line where there is no live display, every half minute."""
+        if time.monotonic() - self._printed >= _TELL_S:
+            self._printed = time.monotonic()
+            print(f"latepix: {self.text()}", file=sys.stderr, flush=True)
 
 
 def _is_over(rows: list[dict[str, float]], config: RunConfig) -> bool:
@@ -118,7 +166,7 @@ def run_eval(config: RunConfig) -> dict[str, Any]:
     config = config.model_copy(update={"output_dir": config.output_dir / "eval"})
     check_inputs(config)
     with inference_server(config) as base_url:
-        result = asyncio.run(_evaluate(config, base_url))
+        result = asyncio.run(_evaluate(at_server(config, base_url)))
     write_bytes(config.output_dir / "eval.json", (json.dumps(result, indent=2) + "\n").encode())
     print(json.dumps(result))
     return result
@@ -128,32 +176,43 @@ def run_eval(config: RunConfig) -> dict[str, Any]:
 def inference_server(config: RunConfig) -> Generator[str]:
     """Run the inference server of a config, with its log in `output_dir`/logs; yields its address once it answers.
 
+    With `inference.url` it runs already, and is left running.
+
     Raises:
         ConfigError: the port is taken.
         ProcessFailed: the server died.
     """
+    _check_server(config)
+    if config.inference.url is not None:
+        wait_until_healthy(config.inference.url, timeout_s=config.inference.startup_timeout_s)
+        yield config.inference.url
+        return
     config = _with_port(config)
-    path = write_config(config, config.output_dir)
+    # `parity` and `doctor` have settings of their own that `serve` does not know.
+    path = write_config(
+        RunConfig(**{name: getattr(config, name) for name in RunConfig.model_fields}), config.output_dir
+    )
     with _children() as children:
-        inference = Child(
-            "inference", ["serve", "@", str(path)], config.output_dir / "logs", num_threads=config.inference.num_threads
-        )
+        inference = _start_server(config, path, config.output_dir / "logs")
         children.append(inference)
-        base_url = f"http://{config.inference.host}:{config.inference.port}"
-        wait_until_healthy(base_url, timeout_s=config.inference.startup_timeout_s, check=inference.check)
+        starting = StartProgress(config.inference.engine, inference)
+
+        def look() -> None:
+            inference.check()
+            starting.print_sometimes()
+
+        wait_until_healthy(config.inference.base_url, timeout_s=config.inference.startup_timeout_s, check=look)
         try:
-            yield base_url
+            yield config.inference.base_url
         finally:
             # A server that died explains better than the rollouts that failed for it.
             inference.check()
 
 
-async def _evaluate(config: RunConfig, base_url: str) -> dict[str, Any]:
+async def _evaluate(config: RunConfig) -> dict[str, Any]:
     info = read_model_info(config.model.path)
     environment = load_environment(config.environment, picture_door(config.images, info))
-    client = InferenceClient(
-        base_url, stop_ids=info.stop_ids, banned_ids=info.banned_ids, timeout_s=config.inference.request_timeout_s
-    )
+    client = client_of(config, info)
     try:
         traces = await play_split(
             environment, client, MessageRenderer(info), config, split=config.eval.split, policy_version=0
@@ -182,8 +241,25 @@ def check_inputs(config: RunConfig) -> None:
     load_environment(config.environment, picture_door(config.images, info))
 
 
+def _check_server(config: RunConfig) -> None:
+    """Find out before anything is started that vLLM is not where it should be.
+
+    Raises:
+        ConfigError: says what is missing, and how to get it.
+    """
+    if config.inference.engine == "vllm" and config.inference.url is None:
+        find_vllm(config.inference.vllm.python)
+
+
+def at_server(config: RunConfig, base_url: str) -> RunConfig:
+    """Return the config of something that talks to the server at `base_url`."""
+    return config.model_copy(update={"inference": config.inference.model_copy(update={"url": base_url})})
+
+
 def _with_port(config: RunConfig) -> RunConfig:
     """Fix the port, so that every process reads the same one."""
+    if config.inference.url is not None:
+        return config
     port = free_port(config.inference.host, config.inference.port)
     inference = config.inference.model_copy(update={"port": port})
     return config.model_copy(update={"inference": inference})

@@ -6,6 +6,7 @@ outlives a launcher that was killed. Children do not see ctrl-C; the launcher st
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -13,12 +14,13 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from latepix.errors import ConfigError, ProcessFailed
 
 _SUPERVISED = "LATEPIX_SUPERVISED"
+_WATCH = "parent-watch"
 #: How every error of a process begins in its log.
 ERROR_PREFIX = "latepix: error: "
 
@@ -31,11 +33,21 @@ class Child:
         args: arguments of `latepix`.
         logs_dir: folder of the log; made if needed.
         num_threads: OpenMP threads of the process.
+        explain: makes an error of the log of a process that is not ours; without, its last line is the error.
     """
 
-    def __init__(self, name: str, args: Sequence[str], logs_dir: Path, *, num_threads: int = 1) -> None:
+    def __init__(
+        self,
+        name: str,
+        args: Sequence[str],
+        logs_dir: Path,
+        *,
+        num_threads: int = 1,
+        explain: Callable[[str], str] | None = None,
+    ) -> None:
         logs_dir.mkdir(parents=True, exist_ok=True)
         self.name = name
+        self._explain = explain
         self.log_path = logs_dir / f"{name}.log"
         self._log = self.log_path.open("wb")
         self._process = subprocess.Popen(
@@ -82,8 +94,16 @@ class Child:
             f"The {self.name} process failed (exit {code}): {self._last_error()}\nIts log: {self.log_path}"
         )
 
+    @property
+    def last_line(self) -> str:
+        """What it wrote last."""
+        with self.log_path.open("rb") as log:
+            log.seek(max(0, log.seek(0, os.SEEK_END) - 4096))
+            lines = log.read().decode("utf-8", errors="replace").split("\n")
+        return next((line.strip() for line in reversed(lines) if line.strip()), "")
+
     def stop(self, *, grace_s: float = 10.0) -> None:
-        """End the process: ask, wait, then kill."""
+        """End the process and what it started: ask, wait, then kill."""
         if self._process.poll() is None:
             self._process.terminate()
             try:
@@ -91,6 +111,9 @@ class Child:
             except subprocess.TimeoutExpired:
                 self._process.kill()
                 self._process.wait()
+        # vLLM has workers of its own; the process leads their group.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
         if self._process.stdin:
             self._process.stdin.close()
         self._log.close()
@@ -100,6 +123,8 @@ class Child:
         at = text.rfind(ERROR_PREFIX)
         if at >= 0:
             return text[at + len(ERROR_PREFIX) :].strip()
+        if self._explain is not None:
+            return self._explain(text)
         lines = [line for line in text.splitlines() if line.strip()]
         if not lines and shutil.disk_usage(self.log_path).free < 1 << 16:
             return f"the disk of {self.log_path.parent} is full; free some space or choose another output_dir"
@@ -118,7 +143,12 @@ def die_with_parent() -> None:
             pass
         os.kill(os.getpid(), signal.SIGKILL)
 
-    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
+    threading.Thread(target=watch, name=_WATCH, daemon=True).start()
+
+
+def is_supervised() -> bool:
+    """Whether this process ends with its launcher."""
+    return any(thread.name == _WATCH for thread in threading.enumerate())
 
 
 def bind(host: str, port: int) -> socket.socket:

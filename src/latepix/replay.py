@@ -22,8 +22,9 @@ from latepix.errors import ConfigError
 from latepix.families.model_info import read_model_info
 from latepix.inference.client import InferenceClient, Sampling
 from latepix.inference.render import MessageRenderer
-from latepix.launcher import inference_server
+from latepix.launcher import at_server, inference_server
 from latepix.orchestrator.rollout import RolloutSpec, Sampler, ServedPolicy, failure_of, play_out
+from latepix.orchestrator.server import client_of
 from latepix.runs import picture_door
 from latepix.trace.graph import Trace
 from latepix.trace.store import read_traces
@@ -74,17 +75,15 @@ def run_replay(
         update={
             "output_dir": run_dir / "replay",
             "model": config.model.model_copy(update={"path": path}),
-            # The run's own port may still be in use.
-            "inference": config.inference.model_copy(update={"port": 0}),
+            # The run's own port may still be in use, and the server it was attached to may serve other weights by now.
+            "inference": config.inference.model_copy(update={"port": 0, "url": None}),
         }
     )
     info = read_model_info(path)
     environment = load_environment(config.environment, picture_door(config.images, info))
     print(f"model: {path} ({which})", flush=True)
     with inference_server(config) as base_url:
-        client = InferenceClient(
-            base_url, stop_ids=info.stop_ids, banned_ids=info.banned_ids, timeout_s=config.inference.request_timeout_s
-        )
+        client = client_of(at_server(config, base_url), info)
         outcomes = asyncio.run(_replay_all(traces, environment, client, MessageRenderer(info), config))
     print(f"\n{summary_line(traces, outcomes)}")
     return int(any(not _is_same(trace, outcome) for trace, outcome in zip(traces, outcomes, strict=True)))

@@ -174,9 +174,9 @@ def test_every_bad_rollout_is_set_aside_and_every_good_one_trained(played: tuple
 
     async def main() -> None:
         for step in range(NUM_STEPS):
-            groups = await orchestrator._play_step(step)
-            orchestrator._record(step, groups)
-            trained.extend(sample.trace_id for sample in orchestrator._samples(groups)[0])
+            groups = await orchestrator.play_step(step)
+            orchestrator.record(step, groups)
+            trained.extend(sample.trace_id for sample in orchestrator.to_samples(groups)[0])
             server.requests.clear()
             memory.append(rss_bytes())
         await orchestrator.client.close()

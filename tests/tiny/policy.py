@@ -20,9 +20,8 @@ from transformers import PreTrainedModel
 from latepix.families.base import Adapter
 from latepix.families.model_info import ModelInfo, read_model_info
 from latepix.families.registry import get_adapter
-from latepix.inference.contract import GenerateRequest, SamplingParams
+from latepix.inference.contract import GenerateRequest, SamplingParams, image_part
 from latepix.trace.ingress import InlineImage
-from latepix.trace.messages import image_content_part
 from latepix.trace.refs import MMRefs
 from latepix.trace.training import TrainingSample, pack_samples
 from latepix.trainer.forward import ForwardOutputs, forward
@@ -127,7 +126,7 @@ def make_request(info: ModelInfo, *parts: Part, seed: int = 0, **sampling: Any) 
         sampling["seed"] = sampling.pop("sampling_seed")
     return GenerateRequest(
         token_ids=ids,
-        content_parts=[image_content_part(part) for part in parts if not isinstance(part, int)],
+        content_parts=[image_part(part.url) for part in parts if not isinstance(part, int)],
         sampling_params=SamplingParams(**sampling),
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import socket
 import threading
 from collections.abc import Callable, Generator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -12,7 +13,7 @@ from typing import Any
 import msgspec
 
 from latepix.families.model_info import ModelInfo
-from latepix.inference.client import Generation, InferenceClient, Prompt, Sampling
+from latepix.inference.client import ANYWHERE, Generation, InferenceClient, Prompt, Routing, Sampling
 from latepix.trace.refs import PlaceholderRange, expand_placeholders
 
 #: What a scripted server does with a request: (method, path, body) -> (status, JSON).
@@ -42,7 +43,7 @@ class FakeClient(InferenceClient):
         self.prompts: list[Prompt] = []
         self.samplings: list[Sampling] = []
 
-    async def generate(self, prompt: Prompt, sampling: Sampling) -> Generation:
+    async def generate(self, prompt: Prompt, sampling: Sampling, routing: Routing = ANYWHERE) -> Generation:
         """Answer with the next reply."""
         self.prompts.append(prompt)
         self.samplings.append(sampling)
@@ -78,11 +79,13 @@ class ScriptedServer:
     Attributes:
         answer: decides on each request; may be replaced at any time.
         requests: (method, path, body) of every request so far.
+        headers: of the same requests.
     """
 
     def __init__(self, answer: Answer) -> None:
         self.answer = answer
         self.requests: list[tuple[str, str, Any]] = []
+        self.headers: list[dict[str, str]] = []
         outer = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -100,6 +103,7 @@ class ScriptedServer:
                 data = self.rfile.read(int(self.headers.get("content-length", 0)))
                 body = json.loads(data) if data else None
                 outer.requests.append((self.command, self.path, body))
+                outer.headers.append(dict(self.headers))
                 status, content = outer.answer(self.command, self.path, body)
                 payload = content if isinstance(content, bytes) else json.dumps(content).encode()
                 self.send_response(status)
@@ -136,3 +140,10 @@ def scripted_server(answer: Answer) -> Generator[ScriptedServer]:
         yield server
     finally:
         server.close()
+
+
+def closed_url() -> str:
+    """Return the address of a port on which nobody listens."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return f"http://127.0.0.1:{sock.getsockname()[1]}"

@@ -249,7 +249,7 @@ def test_requests_are_counted_as_the_client_sends_them(info: ModelInfo) -> None:
 
     async def send(url: str) -> None:
         client = InferenceClient(url, stop_ids=info.stop_ids, banned_ids=info.banned_ids)
-        await client.update_weights(Path("w"), 0)
+        client.policy_version = 0
         with contextlib.suppress(RolloutError):
             await client.generate(prompt, sampling)
         await client.close()

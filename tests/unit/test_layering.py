@@ -27,9 +27,14 @@ LIGHT = (
     "latepix.families.model_info",
     "latepix.families.registry",
     "latepix.environments",
-    "latepix.inference.contract",
+    "latepix.inference.canary",
     "latepix.inference.client",
+    "latepix.inference.contract",
+    "latepix.inference.control",
+    "latepix.inference.facts",
+    "latepix.inference.http",
     "latepix.inference.render",
+    "latepix.inference.vllm",
     "latepix.orchestrator",
     "latepix.report",
     "latepix.launcher",
@@ -39,10 +44,10 @@ LIGHT = (
 )
 
 # What each room may import beside itself: the tiers of STYLE, section 3. Rooms are packages and top-level modules, and
-# the modules of `inference` that are no part of the server. `runs` and `processes` are helpers of the actors: they lie
+# the modules of `inference` that are no part of a server. `runs` and `processes` are helpers of the actors: they lie
 # below them. The commands (`ABOVE`) lie above everything.
 SHARED = {"errors", "metrics", "trace", "config"}
-CLIENT = {"inference.contract", "inference.client", "inference.render"}
+CLIENT = {f"inference.{name}" for name in ("canary", "client", "contract", "control", "facts", "http", "render")}
 TOOLS = {"families", "transport", *CLIENT}
 HELPERS = {"runs", "processes"}
 BELOW = {
@@ -52,9 +57,7 @@ BELOW = {
     "config": {"errors"},
     "families": SHARED | TOOLS,
     "transport": SHARED | TOOLS,
-    "inference.contract": SHARED | TOOLS,
-    "inference.client": SHARED | TOOLS,
-    "inference.render": SHARED | TOOLS,
+    **{name: SHARED | TOOLS for name in CLIENT},
     "runs": SHARED | TOOLS,
     "processes": SHARED,
     "environments": SHARED | TOOLS | HELPERS,

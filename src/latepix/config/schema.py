@@ -1,18 +1,20 @@
 """The settings of a run, declared where they are checked.
 
 Every field has a reader; a field's range is in its type, its unit in its name or docstring. Unknown keys are errors.
-`RunConfig` serves `rl`, `eval`, `serve`, `orchestrate` and `train`; `BudgetConfig` adds to it what `budget` needs;
-`SftConfig` serves `sft`.
+`RunConfig` serves `rl`, `eval`, `serve`, `orchestrate` and `train`; `BudgetConfig`, `ParityConfig` and `DoctorConfig`
+add to it what their commands need; `SftConfig` serves `sft`.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, model_validator
 from pydantic_config import BaseConfig
 
+#: vLLM answers HTTP 400 above.
+_VLLM_MAX_TEMPERATURE = 2.0
 Positive = Annotated[int, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
@@ -88,9 +90,26 @@ class SamplingConfig(Section):
     """New tokens per turn."""
 
 
+class VllmConfig(Section):
+    """How vLLM is started."""
+
+    python: Path | None = None
+    """Python of the environment that vLLM and latepix-vllm are installed in; None is this one."""
+    args: str = ""
+    """Further arguments of `vllm serve`, written as in a shell; they come after ours and win."""
+    env: dict[str, str] = Field(default={})
+    """Further environment variables; they win over ours."""
+    data_parallel_size: Positive = 1
+    """Ranks that share the requests; siblings of a group, and their turns, stay on one."""
+
+
 class InferenceConfig(Section):
     """The server that samples."""
 
+    engine: Literal["local", "vllm"] = "local"
+    """The local engine needs nothing further; vLLM is an installation of its own (docs/vllm.md)."""
+    url: Annotated[str, Field(pattern=r"^https?://[^/\s]+$")] | None = None
+    """A server that runs already, such as `http://127.0.0.1:8000`; None starts one."""
     host: Annotated[str, Field(min_length=1)] = "127.0.0.1"
     """Address to bind and to connect to."""
     port: Annotated[int, Field(ge=0, le=65535)] = 0
@@ -102,11 +121,45 @@ class InferenceConfig(Section):
     max_model_len: Positive = 4096
     """Prompt and answer together, in tokens."""
     max_batch_size: Positive = 256
-    """Sequences the local engine decodes together."""
+    """Sequences that are decoded together."""
     num_threads: Positive = 1
     """OpenMP threads of the server."""
     batch_window_ms: Annotated[float, Field(ge=0, le=1000)] = 3.0
     """How long the local engine waits for company after a first request."""
+    weight_update: Literal["safetensors_dir", "reload_weights", "nccl"] = "safetensors_dir"
+    """How new weights reach the server: a folder (needs latepix-vllm beside vLLM), a folder by vLLM's own RPC, or a
+    broadcast between GPUs (not run so far)."""
+    priority: Annotated[int, Field(ge=-(2**63), lt=2**63)] = 0
+    """Of our requests, lower is earlier; vLLM takes others than 0 only with `--scheduling-policy priority`."""
+    kv_transfer_params: dict[str, Any] | None = None
+    """Goes with every request to vLLM: disaggregated serving."""
+    vllm: VllmConfig = VllmConfig()
+
+    @model_validator(mode="after")
+    def _check_engine(self) -> InferenceConfig:
+        fields = type(self).model_fields
+        if self.url is not None:
+            for name in ("host", "port"):
+                if getattr(self, name) != fields[name].default:
+                    raise ValueError(f"{name} has no effect with inference.url, which names the address")
+            for name in ("num_threads", "batch_window_ms"):
+                if getattr(self, name) != fields[name].default:
+                    raise ValueError(f"{name} has no effect with inference.url: that server runs already")
+            for name in ("python", "args", "env"):
+                if getattr(self.vllm, name) != VllmConfig.model_fields[name].default:
+                    raise ValueError(f"vllm.{name} has no effect with inference.url: that server runs already")
+        if self.engine == "local":
+            for name in ("weight_update", "priority", "kv_transfer_params", "vllm"):
+                if getattr(self, name) != fields[name].default:
+                    raise ValueError(f"{name} has no effect with inference.engine = 'local'; set engine = 'vllm'")
+        elif self.batch_window_ms != fields["batch_window_ms"].default:
+            raise ValueError("batch_window_ms has no effect with inference.engine = 'vllm', which batches by itself")
+        return self
+
+    @property
+    def base_url(self) -> str:
+        """Address of the server; `port` must be known by now."""
+        return self.url or f"http://{self.host}:{self.port}"
 
 
 class OrchestratorConfig(Section):
@@ -241,6 +294,11 @@ class RunConfig(_Command):
                 f"orchestrator.group_size ({self.orchestrator.group_size}) must not exceed inference.max_batch_size "
                 f"({self.inference.max_batch_size}): a group is one request"
             )
+        if self.inference.engine == "vllm" and self.sampling.temperature > _VLLM_MAX_TEMPERATURE:
+            raise ValueError(
+                f"sampling.temperature ({self.sampling.temperature:g}) must not exceed {_VLLM_MAX_TEMPERATURE:g} with "
+                "inference.engine = 'vllm': it refuses more"
+            )
         _check_warmup(self.trainer.optim, self.steps)
         return self
 
@@ -250,6 +308,46 @@ class BudgetConfig(RunConfig):
 
     num_tasks: Positive = 64
     """Training tasks, drawn at random, that are played without a server."""
+
+
+class ParityOptions(Section):
+    """What `latepix parity` measures, and what it lets pass."""
+
+    steps: Positive = 20
+    """Optimizer steps, each measured before it is taken."""
+    batch: Positive = 64
+    """Rollouts of one step; a multiple of orchestrator.group_size."""
+    max_kl: Annotated[float, Field(gt=0)] = 0.015
+    """A step whose mean mismatch KL is not below it fails, in nats."""
+
+
+class ParityConfig(RunConfig):
+    """Do server and trainer agree? `latepix parity`. Takes every setting of `rl`."""
+
+    environment: EnvironmentConfig = EnvironmentConfig(type="digit-sum")
+    parity: ParityOptions = ParityOptions()
+
+    @model_validator(mode="after")
+    def _check_batch(self) -> ParityConfig:
+        if self.parity.batch % self.orchestrator.group_size:
+            raise ValueError(
+                f"parity.batch ({self.parity.batch}) must be a multiple of orchestrator.group_size "
+                f"({self.orchestrator.group_size})"
+            )
+        return self
+
+
+class DoctorOptions(Section):
+    """What `latepix doctor` lets pass."""
+
+    max_pixel_difference: Annotated[float, Field(ge=0)] = 1e-5
+    """Between normalized pixels of server and trainer."""
+
+
+class DoctorConfig(RunConfig):
+    """Do server and trainer see the same pictures? `latepix doctor`. Takes every setting of `rl`."""
+
+    doctor: DoctorOptions = DoctorOptions()
 
 
 class SftConfig(_Command):

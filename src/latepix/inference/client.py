@@ -10,33 +10,35 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
-import time
-import urllib.error
-import urllib.request
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import aiohttp
 import msgspec
 
-from latepix.errors import InferenceError, ProcessFailed, StaleWeights, TransportError
+from latepix.errors import InferenceError
 from latepix.inference.contract import (
     Choice,
     GenerateRequest,
     GenerateResponse,
     SamplingParams,
+    image_part,
     policy_version_of,
     version_label,
 )
+from latepix.inference.http import ServerConnection, remedy_of, server_message
+from latepix.trace.graph import PolicySpan
 from latepix.trace.ingress import InlineImage
-from latepix.trace.messages import image_content_part
 from latepix.trace.refs import PlaceholderRange
 
 #: A logit bias this low bans a token: vLLM clamps biases to 100, and exp(-100) is never drawn.
 BAN_BIAS = -100.0
-#: Idle connections are closed by us: uvicorn (and so vLLM) drops them after 5 s, and a request sent just then is lost.
-_KEEPALIVE_S = 3.0
+#: A server error is tried again after so many seconds. vLLM (0.32) answers one for a picture that came before in a
+#: request it refused: its two picture caches then differ, which the failed request mends.
+_RETRY_DELAYS_S = (0.05, 0.5)
+GENERATE_ROUTE = "/inference/v1/generate"
+#: Keeps a request on one data-parallel rank of vLLM.
+DATA_PARALLEL_HEADER = "X-data-parallel-rank"
 
 
 class Prompt(msgspec.Struct, frozen=True):
@@ -54,6 +56,24 @@ class Sampling(msgspec.Struct, frozen=True):
     seed: int = 0
 
 
+class Routing(msgspec.Struct, frozen=True):
+    """Where and when a request is served, which changes nothing of what is sampled.
+
+    Attributes:
+        data_parallel_rank: of the server, to keep what shares a prefix on one rank; None leaves it to the server.
+        priority: lower is earlier.
+        kv_transfer_params: of disaggregated serving.
+    """
+
+    data_parallel_rank: int | None = None
+    priority: int = 0
+    kv_transfer_params: dict[str, Any] | None = None
+
+
+#: Where nothing is asked for.
+ANYWHERE = Routing()
+
+
 class Generation(msgspec.Struct, frozen=True):
     """One answer of the server, checked.
 
@@ -64,6 +84,8 @@ class Generation(msgspec.Struct, frozen=True):
         logprobs: [len(token_ids)] nats.
         finish_reason: `stop` or `length`.
         policy_version: oldest weights that sampled one of the tokens; None if neither server nor client knows.
+        policy_spans: which weights sampled which tokens, where the server says it by our labels.
+        kv_transfer_params: of disaggregated serving, as the server answered.
     """
 
     prompt_token_ids: list[int]
@@ -72,6 +94,8 @@ class Generation(msgspec.Struct, frozen=True):
     logprobs: list[float]
     finish_reason: str
     policy_version: int | None
+    policy_spans: tuple[PolicySpan, ...] = ()
+    kv_transfer_params: dict[str, Any] | None = None
 
 
 class _Waiting(msgspec.Struct, eq=False):
@@ -80,26 +104,51 @@ class _Waiting(msgspec.Struct, eq=False):
 
 
 class InferenceClient:
-    """Talks to one server. Use it from one event loop, and close it there."""
+    """Samples from one server. Use it from one event loop, and close it there.
+
+    Args:
+        base_url: of the server.
+        stop_ids: end an answer.
+        banned_ids: are never sampled.
+        placeholder_ids: stand for pictures in a prompt; vLLM serves one that has no picture as a word like others, so
+            that the policy would answer without seeing anything: refused here.
+        timeout_s: for one request.
+
+    Attributes:
+        connection: to the server; its other routes are reached over it, too.
+        policy_version: of the weights the server was last given; None if it is not known. Salts the server's prefix
+            cache, and stands for the version where an answer names none.
+        num_retries: requests that were sent again after a server error, so far.
+    """
 
     def __init__(
-        self, base_url: str, *, stop_ids: Sequence[int], banned_ids: Sequence[int], timeout_s: float = 300.0
+        self,
+        base_url: str,
+        *,
+        stop_ids: Sequence[int],
+        banned_ids: Sequence[int],
+        placeholder_ids: Sequence[int] = (),
+        timeout_s: float = 300.0,
     ) -> None:
-        self.base_url = base_url
+        self._placeholder_ids = frozenset(placeholder_ids)
+        self.connection = ServerConnection(base_url, timeout_s=timeout_s)
+        self.policy_version: int | None = None
+        self.num_retries = 0
         self._stop_ids = list(stop_ids)
         self._bans = {str(token): BAN_BIAS for token in banned_ids}
-        self._timeout_s = timeout_s
-        self._session: aiohttp.ClientSession | None = None
         self._waiting: dict[tuple[Any, ...], list[_Waiting]] = {}
         self._sending: set[asyncio.Task[None]] = set()
-        self._policy_version: int | None = None
+
+    @property
+    def base_url(self) -> str:
+        """Address of the server."""
+        return self.connection.base_url
 
     async def close(self) -> None:
         """Close the connections."""
-        if self._session is not None:
-            await self._session.close()
+        await self.connection.close()
 
-    async def generate(self, prompt: Prompt, sampling: Sampling) -> Generation:
+    async def generate(self, prompt: Prompt, sampling: Sampling, routing: Routing = ANYWHERE) -> Generation:
         """Sample one answer.
 
         Raises:
@@ -111,6 +160,9 @@ class InferenceClient:
             tuple(image.sha256 for image in prompt.images),
             sampling.temperature,
             sampling.max_tokens,
+            routing.data_parallel_rank,
+            routing.priority,
+            msgspec.json.encode(routing.kv_transfer_params, order="sorted"),
         )
         waiting = _Waiting(seed=sampling.seed, answer=loop.create_future())
         if key in self._waiting:
@@ -118,20 +170,22 @@ class InferenceClient:
         else:
             self._waiting[key] = [waiting]
             # Everything that is ready to run now still gets to add its request before this is called.
-            loop.call_soon(self._send_waiting, key, prompt, sampling)
+            loop.call_soon(self._send_waiting, key, prompt, sampling, routing)
         return await waiting.answer
 
-    def _send_waiting(self, key: tuple[Any, ...], prompt: Prompt, sampling: Sampling) -> None:
+    def _send_waiting(self, key: tuple[Any, ...], prompt: Prompt, sampling: Sampling, routing: Routing) -> None:
         waiting = sorted(self._waiting.pop(key), key=lambda one: one.seed)
         # One run per stretch of consecutive seeds.
         for _, run in itertools.groupby(enumerate(waiting), key=lambda pair: pair[1].seed - pair[0]):
-            task = asyncio.get_running_loop().create_task(self._send([one for _, one in run], prompt, sampling))
+            task = asyncio.get_running_loop().create_task(
+                self._send([one for _, one in run], prompt, sampling, routing)
+            )
             self._sending.add(task)
             task.add_done_callback(self._sending.discard)
 
-    async def _send(self, waiting: list[_Waiting], prompt: Prompt, sampling: Sampling) -> None:
+    async def _send(self, waiting: list[_Waiting], prompt: Prompt, sampling: Sampling, routing: Routing) -> None:
         try:
-            answers = await self._request(prompt, sampling, seed=waiting[0].seed, n=len(waiting))
+            answers = await self._request(prompt, sampling, routing, seed=waiting[0].seed, n=len(waiting))
         except BaseException as error:
             for one in waiting:
                 if not one.answer.done():
@@ -143,10 +197,12 @@ class InferenceClient:
                 if not one.answer.done():
                     one.answer.set_result(answer)
 
-    async def _request(self, prompt: Prompt, sampling: Sampling, *, seed: int, n: int) -> list[Generation]:
+    async def _request(
+        self, prompt: Prompt, sampling: Sampling, routing: Routing, *, seed: int, n: int
+    ) -> list[Generation]:
         request = GenerateRequest(
             token_ids=list(prompt.token_ids),
-            content_parts=[image_content_part(image) for image in prompt.images],
+            content_parts=[image_part(image.url) for image in prompt.images],
             sampling_params=SamplingParams(
                 temperature=sampling.temperature,
                 max_tokens=sampling.max_tokens,
@@ -158,145 +214,81 @@ class InferenceClient:
                 detokenize=False,
             ),
             return_token_ids=True,
-            cache_salt=None if self._policy_version is None else version_label(self._policy_version),
+            cache_salt=None if self.policy_version is None else version_label(self.policy_version),
+            priority=routing.priority,
+            kv_transfer_params=routing.kv_transfer_params,
         )
-        where = f"{self.base_url}/inference/v1/generate"
-        try:
-            status, content = await self._call("POST", "/inference/v1/generate", msgspec.json.encode(request))
-        except (aiohttp.ClientError, TimeoutError) as error:
-            raise InferenceError(
-                f"{where} did not answer ({type(error).__name__}: {error}). Is the inference server running?"
-            ) from error
+        rank = routing.data_parallel_rank
+        headers = None if rank is None else {DATA_PARALLEL_HEADER: str(rank)}
+        where = self.base_url + GENERATE_ROUTE
+        status, content = await self._send_with_retries(msgspec.json.encode(request), headers, where)
         if status != 200:
-            raise InferenceError(f"{where} answered HTTP {status}: {_server_message(content)}")
+            raise InferenceError(
+                f"{where} answered HTTP {status}: {server_message(content)}{remedy_of(status, GENERATE_ROUTE)}"
+            )
         try:
             response = msgspec.json.decode(content, type=GenerateResponse)
         except msgspec.MsgspecError as error:
             raise InferenceError(f"{where} answered something that is not a generate response: {error}.") from error
-        return _check_response(response, prompt, n, where, self._policy_version)
+        _check_pictures(response, prompt, self._placeholder_ids, where)
+        return _check_response(response, n, where, self.policy_version)
 
-    async def update_weights(self, path: Path, policy_version: int) -> None:
-        """Let the server load a weights folder and report `policy_version` from then on.
-
-        Raises:
-            TransportError: the server refused; its old weights go on serving.
-            StaleWeights: the server says done, but reports another version.
-        """
-        await self._post("/pause?mode=keep", None)
-        try:
-            await self._post("/start_weight_update", None)
-            await self._post("/update_weights", {"update_info": {"path": str(path)}})
-            await self._post("/finish_weight_update", {"weight_version": version_label(policy_version)})
-        finally:
-            await self._post("/resume", None)
-        served = await self.policy_version()
-        if served != policy_version:
-            raise StaleWeights(
-                f"{self.base_url} was given weights {version_label(policy_version)} from {path} and said done, but "
-                f"reports version {served}."
-            )
-        self._policy_version = policy_version
-
-    async def init_weight_transfer(self) -> None:
-        """Prepare the server for weight updates; once, before the first."""
-        await self._post("/init_weight_transfer_engine", {"init_info": {}})
-
-    async def policy_version(self) -> int | None:
-        """Return the version of the weights that are served, None if it is not one of ours."""
-        return policy_version_of(str(msgspec.json.decode(await self._get("/weight_info"))["weight_version"]))
-
-    async def peak_rss_bytes(self) -> int | None:
-        """Return the local server's largest resident memory; None if the server does not say."""
-        content = await self._get("/health")
-        return msgspec.json.decode(content).get("peak_rss_bytes") if content else None
-
-    async def _get(self, route: str) -> bytes:
-        return await self._control("GET", route, None)
-
-    async def _post(self, route: str, body: dict[str, Any] | None) -> None:
-        await self._control("POST", route, None if body is None else msgspec.json.encode(body))
-
-    async def _control(self, method: str, route: str, body: bytes | None) -> bytes:
-        try:
-            status, content = await self._call(method, route, body)
-        except (aiohttp.ClientError, TimeoutError) as error:
-            raise TransportError(f"{self.base_url}{route} did not answer ({type(error).__name__}: {error}).") from error
-        if status != 200:
-            raise TransportError(f"{self.base_url}{route} answered HTTP {status}: {_server_message(content)}")
-        return content
-
-    async def _call(self, method: str, route: str, body: bytes | None) -> tuple[int, bytes]:
-        """Send one request; returns the status and the body of the answer."""
-        if self._session is None:
-            # Made here, not in __init__: it belongs to the event loop that runs now.
-            connector = aiohttp.TCPConnector(limit=128, keepalive_timeout=_KEEPALIVE_S)
-            self._session = aiohttp.ClientSession(
-                connector=connector, timeout=aiohttp.ClientTimeout(total=self._timeout_s)
-            )
-        headers = {"content-type": "application/json"} if body is not None else None
-        async with self._session.request(method, self.base_url + route, data=body, headers=headers) as answer:
-            return answer.status, await answer.read()
+    async def _send_with_retries(self, body: bytes, headers: dict[str, str] | None, where: str) -> tuple[int, bytes]:
+        """Send a request, and again if the server failed at it; a request with a seed has the same answer each time."""
+        for delay_s in (*_RETRY_DELAYS_S, None):
+            try:
+                status, content = await self.connection.request("POST", GENERATE_ROUTE, body, headers=headers)
+            except (aiohttp.ClientError, TimeoutError) as error:
+                raise InferenceError(
+                    f"{where} did not answer ({type(error).__name__}: {error}). Is the inference server running?"
+                ) from error
+            if status < 500 or delay_s is None:
+                break
+            self.num_retries += 1
+            await asyncio.sleep(delay_s)
+        return status, content
 
 
-def wait_until_healthy(base_url: str, *, timeout_s: float, check: Callable[[], None] = lambda: None) -> None:
-    """Block until the server answers /health.
-
-    Args:
-        base_url: of the server.
-        timeout_s: seconds until it is given up.
-        check: called again and again while waiting; raises if there is no hope.
-    Raises:
-        ProcessFailed: it did not answer in time.
-    """
-    deadline = time.monotonic() + timeout_s
-    last = "no answer"
-    # Like aiohttp, and unlike urlopen: HTTP_PROXY in the environment is not meant for our own server.
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    while time.monotonic() < deadline:
-        check()
-        try:
-            with opener.open(f"{base_url}/health", timeout=5.0):
-                return
-        except urllib.error.HTTPError as error:
-            last = f"HTTP {error.code}"
-        except OSError as error:
-            last = str(error)
-        time.sleep(0.05)
-    raise ProcessFailed(
-        f"The inference server at {base_url} did not become healthy within {timeout_s:g} s "
-        f"(inference.startup_timeout_s; last: {last}). See its log."
-    )
-
-
-def _server_message(content: bytes) -> str:
-    try:
-        body = msgspec.json.decode(content)
-        message = body["error"]["message"] if isinstance(body["error"], dict) else body["error"]
-        return str(message)[:500]
-    except (msgspec.MsgspecError, KeyError, TypeError):
-        return content.decode("utf-8", errors="replace")[:500]
-
-
-def _check_response(
-    response: GenerateResponse, prompt: Prompt, n: int, where: str, last_version: int | None
-) -> list[Generation]:
-    if response.prompt_token_ids is None:
-        raise InferenceError(f"{where}: no prompt_token_ids in the answer. The server must be vLLM 0.30 or newer.")
+def _ranges(response: GenerateResponse) -> list[PlaceholderRange]:
+    """Return where the server placed pictures, in prompt order, whatever it calls their modality."""
     placed = sorted((r for ranges in (response.mm_placeholders or {}).values() for r in ranges), key=lambda r: r.offset)
-    ranges = [PlaceholderRange(offset=r.offset, length=r.length) for r in placed]
+    return [PlaceholderRange(offset=r.offset, length=r.length) for r in placed]
+
+
+def _check_pictures(response: GenerateResponse, prompt: Prompt, placeholder_ids: frozenset[int], where: str) -> None:
+    """Check that every picture has a range, and every placeholder a picture."""
+    ids = response.prompt_token_ids
+    if ids is None:
+        raise InferenceError(
+            f"{where}: no prompt_token_ids in the answer. The server must be vLLM 0.30 or newer; for 0.28 and 0.29 "
+            "install latepix-vllm beside it."
+        )
+    ranges = _ranges(response)
     if len(ranges) != len(prompt.images):
         raise InferenceError(f"{where}: {len(prompt.images)} pictures were sent, {len(ranges)} ranges came back.")
+    num_covered = sum(sum(token in placeholder_ids for token in ids[r.offset : r.offset + r.length]) for r in ranges)
+    num_placeholders = sum(token in placeholder_ids for token in ids)
+    if num_covered != num_placeholders:
+        raise InferenceError(
+            f"{where}: the prompt came back with {num_placeholders} picture tokens, but the ranges of its "
+            f"{len(ranges)} pictures cover {num_covered}: the others would be blind. Send one placeholder per picture."
+        )
+
+
+def _check_response(response: GenerateResponse, n: int, where: str, last_version: int | None) -> list[Generation]:
     choices = sorted(response.choices, key=lambda choice: choice.index)
     if [choice.index for choice in choices] != list(range(n)):
         raise InferenceError(f"{where}: asked for {n} answers, got indices {[c.index for c in choices]}.")
     return [
         Generation(
-            prompt_token_ids=response.prompt_token_ids,
-            ranges=ranges,
+            prompt_token_ids=response.prompt_token_ids or [],
+            ranges=_ranges(response),
             token_ids=choice.token_ids,
             logprobs=_check_logprobs(choice, where),
             finish_reason=_check_finish(choice, where),
             policy_version=_oldest_version(choice, last_version),
+            policy_spans=_policy_spans(choice),
+            kv_transfer_params=response.kv_transfer_params,
         )
         for choice in choices
     ]
@@ -323,6 +315,11 @@ def _check_logprobs(choice: Choice, where: str) -> list[float]:
     if not all(math.isfinite(value) and value <= 1e-3 for value in logprobs):
         raise InferenceError(f"{where}, answer {choice.index}: a logprob is positive or not finite.")
     return logprobs
+
+
+def _policy_spans(choice: Choice) -> tuple[PolicySpan, ...]:
+    spans = [(policy_version_of(span.version), span.start, span.end) for span in choice.weight_versions or ()]
+    return tuple(PolicySpan(version, start, end) for version, start, end in spans if version is not None)
 
 
 def _oldest_version(choice: Choice, last_version: int | None) -> int | None:

@@ -48,11 +48,17 @@ class GenerateRequest(msgspec.Struct, frozen=True, omit_defaults=True):
 
     Attributes:
         token_ids: unexpanded prompt.
-        content_parts: `{"type": "image_url", "image_url": {"url": "data:..."}}`, one per placeholder.
+        content_parts: `{"type": "image_url", "url": "data:..."}`, one per placeholder. (A chat message nests the URL
+            one level deeper; vLLM takes such a part here for no picture at all, so we never send it.)
         sampling_params: how to draw.
         return_token_ids: ask for the expanded prompt and the ranges; the local server always returns them.
         cache_salt: separates prefix caches of different weights.
-        model, priority, kv_transfer_params, request_id: passed through; the local server ignores them.
+        model: must be None or the served name.
+        priority: lower is earlier; vLLM takes others than 0 only with `--scheduling-policy priority`.
+        kv_transfer_params: of disaggregated serving, as the server's connector wants them.
+        request_id: for the server's log.
+
+    The local server ignores `model`, `priority`, `kv_transfer_params` and `request_id`.
     """
 
     token_ids: list[int]
@@ -132,6 +138,36 @@ class GenerateResponse(msgspec.Struct, frozen=True):
     usage: Usage | None = None
     prompt_token_ids: list[int] | None = None
     mm_placeholders: dict[str, list[Placed]] | None = None
+    kv_transfer_params: dict[str, Any] | None = None
+
+
+class ProcessedPixels(msgspec.Struct, frozen=True):
+    """A picture as it enters the server's vision tower.
+
+    Attributes:
+        grid_thw: patches along time, height and width.
+        shape: [rows, dim] of `data`.
+        dtype: always `float32`.
+        data: base64 of little-endian float32, normalized.
+    """
+
+    grid_thw: list[int]
+    shape: list[int]
+    dtype: str
+    data: str
+
+
+class PixelsResponse(msgspec.Struct, frozen=True):
+    """Answer of `POST /latepix/pixels`: what the server's own pipeline makes of a prompt, without sampling."""
+
+    prompt_token_ids: list[int]
+    mm_placeholders: dict[str, list[Placed]]
+    images: list[ProcessedPixels]
+
+
+def image_part(url: str) -> dict[str, Any]:
+    """Return the `content_parts` entry of one picture."""
+    return {"type": "image_url", "url": url}
 
 
 def version_label(policy_version: int) -> str:

@@ -133,10 +133,12 @@ class LocalEngine:
         )
 
     def _image(self, part: dict[str, Any], index: int) -> tuple[str, ProcessedImage]:
-        url = part.get("image_url") if part.get("type") == "image_url" else None
-        url = url.get("url") if isinstance(url, dict) else url
+        url = part.get("url") if part.get("type") == "image_url" else None
         if not isinstance(url, str):
-            raise BadRequest(f"content_parts[{index}] must be an image_url part with a data URL.")
+            raise BadRequest(
+                f'content_parts[{index}] must be {{"type": "image_url", "url": "data:..."}}; nested in image_url, as '
+                "in a chat message, vLLM would not see the picture."
+            )
         try:
             image = ingest_image(url, limits=self._limits)
             return image.sha256, self._process(image)

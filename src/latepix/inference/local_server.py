@@ -8,6 +8,7 @@ changes nothing.
 from __future__ import annotations
 
 import asyncio
+import base64
 import queue
 import threading
 import time
@@ -26,18 +27,23 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from latepix.errors import CheckpointError, LatepixError
+from latepix.families.base import ProcessedImage
+from latepix.families.facts import local_facts
 from latepix.inference.contract import (
     MAX_BODY_BYTES,
     Choice,
     GenerateRequest,
     GenerateResponse,
     Logprobs,
+    PixelsResponse,
     Placed,
+    ProcessedPixels,
     TokenLogprob,
     Usage,
     WeightVersionSpan,
     version_label,
 )
+from latepix.inference.facts import Facts
 from latepix.inference.local_engine import BadRequest, Completion, LocalEngine, PreparedPrompt
 from latepix.metrics import peak_rss_bytes
 
@@ -79,6 +85,25 @@ class EngineThread:
             )
         answer: Future[GenerateResponse] = Future()
         self._inbox.put((request, answer))
+        return answer
+
+    @property
+    def max_batch_size(self) -> int:
+        """Most sequences that are decoded together."""
+        return self._max_batch_size
+
+    def prepare(self, request: GenerateRequest) -> Future[PreparedPrompt]:
+        """Queue the processing of a request's pictures and prompt, without sampling."""
+        answer: Future[PreparedPrompt] = Future()
+
+        def run() -> None:
+            try:
+                answer.set_result(self.engine.prepare(request))
+            except Exception as error:
+                # Whatever is wrong with the request is told to whoever sent it.
+                answer.set_exception(error)
+
+        self._inbox.put(run)
         return answer
 
     def stop(self) -> None:
@@ -204,9 +229,7 @@ def _response(prompt: PreparedPrompt, completions: list[Completion], weight_vers
         created=int(time.time()),
         usage=Usage(prompt_tokens=num_prompt, completion_tokens=num_sampled, total_tokens=num_prompt + num_sampled),
         prompt_token_ids=prompt.token_ids.tolist(),
-        mm_placeholders={"image": [Placed(offset=r.offset, length=r.length) for r in prompt.ranges]}
-        if prompt.ranges
-        else None,
+        mm_placeholders=_placed(prompt) or None,
         choices=[
             Choice(
                 index=index,
@@ -222,6 +245,38 @@ def _response(prompt: PreparedPrompt, completions: list[Completion], weight_vers
             )
             for index, completion in enumerate(completions)
         ],
+    )
+
+
+def _placed(prompt: PreparedPrompt) -> dict[str, list[Placed]]:
+    placed = [Placed(offset=r.offset, length=r.length) for r in prompt.ranges]
+    return {"image": placed} if placed else {}
+
+
+def _pixels(image: ProcessedImage) -> ProcessedPixels:
+    values = image.pixel_values.float().numpy().astype("<f4")
+    return ProcessedPixels(
+        grid_thw=list(image.grid_thw),
+        shape=list(values.shape),
+        dtype="float32",
+        data=base64.b64encode(values.tobytes()).decode(),
+    )
+
+
+def _facts(engine_thread: EngineThread) -> Facts:
+    engine = engine_thread.engine
+    return local_facts(
+        engine.info.path,
+        engine="local",
+        dtype=str(engine.model.dtype).removeprefix("torch."),
+        max_model_len=engine.max_model_len,
+        max_num_seqs=engine_thread.max_batch_size,
+        data_parallel_size=1,
+        # By vLLM's name: of the distribution that was sampled from, temperature and bans applied.
+        logprobs_mode="processed_logprobs",
+        weight_version=engine_thread.weight_version,
+        weight_transfer="safetensors_dir",
+        prefix_caching=False,
     )
 
 
@@ -286,6 +341,35 @@ def build_app(engine_thread: EngineThread, *, served_model_name: str = "policy")
     async def weight_info(request: Request) -> Response:
         return _json({"weight_version": engine_thread.weight_version})
 
+    async def update_version(request: Request) -> Response:
+        version = (await _json_body(request)).get("new_version")
+        if not isinstance(version, str) or not version:
+            raise BadRequest(f"new_version must be text such as {version_label(3)!r}, got {version!r}.")
+        engine_thread.weight_version = version
+        return _json({"success": True, "new_version": version})
+
+    async def facts(request: Request) -> Response:
+        return _json(await run_in_threadpool(_facts, engine_thread))
+
+    async def pixels(request: Request) -> Response:
+        body = await _json_body(request)
+        try:
+            prompt = msgspec.convert(
+                {"token_ids": body.get("token_ids"), "content_parts": body.get("content_parts") or []}
+                | {"sampling_params": {"max_tokens": 1}},
+                GenerateRequest,
+            )
+        except msgspec.ValidationError as error:
+            raise BadRequest(f"The body is not a prompt: {error}.") from error
+        prepared = await asyncio.wrap_future(engine_thread.prepare(prompt))
+        return _json(
+            PixelsResponse(
+                prompt_token_ids=prepared.token_ids.tolist(),
+                mm_placeholders=_placed(prepared),
+                images=[_pixels(image) for _, image in prepared.images],
+            )
+        )
+
     return Starlette(
         routes=[
             Route("/health", health),
@@ -298,6 +382,9 @@ def build_app(engine_thread: EngineThread, *, served_model_name: str = "policy")
             Route("/start_weight_update", start_update, methods=["POST"]),
             Route("/update_weights", update_weights, methods=["POST"]),
             Route("/finish_weight_update", finish_update, methods=["POST"]),
+            Route("/update_weight_version", update_version, methods=["POST"]),
+            Route("/latepix/facts", facts),
+            Route("/latepix/pixels", pixels, methods=["POST"]),
         ],
         exception_handlers={LatepixError: _error_response, Exception: _error_response},
     )

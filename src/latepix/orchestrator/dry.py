@@ -17,8 +17,8 @@ from latepix.config.schema import ImagesConfig, RunConfig
 from latepix.environments.base import Environment, Task
 from latepix.errors import ImageError, RolloutError
 from latepix.families.model_info import ModelInfo
-from latepix.inference.client import BAN_BIAS, Generation, Prompt, Sampling
-from latepix.inference.contract import GenerateRequest, SamplingParams, version_label
+from latepix.inference.client import ANYWHERE, BAN_BIAS, Generation, Prompt, Routing, Sampling
+from latepix.inference.contract import GenerateRequest, SamplingParams, image_part, version_label
 from latepix.inference.render import MessageRenderer
 from latepix.orchestrator.batch import prepare_batch, truncate_sample
 from latepix.orchestrator.rollout import RolloutSpec, ServedPolicy, failure_of, make_task
@@ -26,7 +26,6 @@ from latepix.orchestrator.samples import trace_to_samples
 from latepix.runs import picture_door
 from latepix.trace.graph import RolloutFailure, Trace
 from latepix.trace.ingress import ImageSource, InlineImage
-from latepix.trace.messages import image_content_part
 from latepix.trace.refs import expand_placeholders
 from latepix.trace.training import encode_batch
 
@@ -125,7 +124,7 @@ class _DrySampler:
         self.turns: list[DryTurn] = []
         self.is_out_of_room = False
 
-    async def generate(self, prompt: Prompt, sampling: Sampling) -> Generation:
+    async def generate(self, prompt: Prompt, sampling: Sampling, routing: Routing = ANYWHERE) -> Generation:
         """Note the prompt; answer with the task's answer, filled up to the limit of tokens.
 
         Raises:
@@ -188,7 +187,7 @@ def request_bytes(prompt: Prompt, sampling: Sampling, info: ModelInfo) -> int:
     """Return the size of the body that `InferenceClient` would send for one prompt."""
     request = GenerateRequest(
         token_ids=list(prompt.token_ids),
-        content_parts=[image_content_part(msgspec.structs.replace(image, data=b"")) for image in prompt.images],
+        content_parts=[image_part(msgspec.structs.replace(image, data=b"").url) for image in prompt.images],
         sampling_params=SamplingParams(
             temperature=sampling.temperature,
             max_tokens=sampling.max_tokens,

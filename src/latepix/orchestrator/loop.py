@@ -13,7 +13,8 @@ from latepix.config.schema import RunConfig
 from latepix.environments.base import Environment, Split, count_tasks, load_environment
 from latepix.errors import ConfigError, RolloutError, TransportError
 from latepix.families.model_info import read_model_info
-from latepix.inference.client import InferenceClient, Sampling, wait_until_healthy
+from latepix.inference.client import InferenceClient, Sampling
+from latepix.inference.http import wait_until_healthy
 from latepix.inference.render import MessageRenderer
 from latepix.metrics import MetricsWriter, peak_rss_bytes
 from latepix.orchestrator.batch import prepare_batch, truncate_sample
@@ -27,6 +28,7 @@ from latepix.orchestrator.group import (
 )
 from latepix.orchestrator.rollout import RolloutSpec, make_task, play
 from latepix.orchestrator.samples import trace_to_samples
+from latepix.orchestrator.server import ServedWeights, client_of, routing_of
 from latepix.runs import picture_door
 from latepix.trace.graph import Trace
 from latepix.trace.store import TraceWriter
@@ -42,19 +44,15 @@ class Orchestrator:
     def __init__(self, config: RunConfig) -> None:
         self.config = config
         self.info = read_model_info(config.model.path)
-        if config.inference.port == 0:
+        if config.inference.port == 0 and config.inference.url is None:
             raise ConfigError(
-                "inference.port: got 0, wanted the port of a server that runs. `latepix serve` prints its port; "
-                "`latepix rl` starts a server of its own."
+                "inference.port: got 0, wanted the port of a server that runs (or inference.url). `latepix serve` "
+                "prints its port; `latepix rl` starts a server of its own."
             )
         self.renderer = MessageRenderer(self.info)
         self.environment = load_environment(config.environment, picture_door(config.images, self.info))
-        self.client = InferenceClient(
-            f"http://{config.inference.host}:{config.inference.port}",
-            stop_ids=self.info.stop_ids,
-            banned_ids=self.info.banned_ids,
-            timeout_s=config.inference.request_timeout_s,
-        )
+        self.client = client_of(config, self.info)
+        self.server = ServedWeights(config, self.client, self.renderer)
         self.batches = BatchFolder(config.output_dir)
         self.weights = WeightsFolder(config.output_dir)
         self.weights.check_unused()
@@ -68,7 +66,7 @@ class Orchestrator:
         """Run all steps; returns when the last weights were evaluated."""
         wait_until_healthy(self.client.base_url, timeout_s=self.config.inference.startup_timeout_s)
         try:
-            await self.client.init_weight_transfer()
+            await self.server.greet()
             await self._final_eval()
             for step in range(self.config.steps):
                 await self._step(step)
@@ -85,12 +83,12 @@ class Orchestrator:
         waited_s = time.monotonic() - started
         await self._eval_if_due()
         synced = time.monotonic()
-        groups = await self._play_step(step)
+        groups = await self.play_step(step)
         played = time.monotonic()
-        self._record(step, groups)
-        samples, counts = self._samples(groups)
+        self.record(step, groups)
+        samples, counts = self.to_samples(groups)
         if not samples:
-            self._nothing_to_train(step, groups, counts)
+            self.nothing_to_train(step, groups, counts)
         (batch,) = prepare_batch(
             samples,
             step=step,
@@ -98,7 +96,7 @@ class Orchestrator:
             micro_batch_image_tokens=self.config.orchestrator.micro_batch_image_tokens,
         )
         num_bytes = self.batches.send(batch)
-        inference_rss_bytes = await self.client.peak_rss_bytes() or 0
+        inference_rss_bytes = await self.server.control.peak_rss_bytes() or 0
         shipped = time.monotonic()
         self.metrics.write(
             step,
@@ -116,9 +114,11 @@ class Orchestrator:
                 "time/pack_s": shipped - played,
                 "time/step_s": waited_s + shipped - synced,
                 "perf/samples_per_s": batch.num_samples / (waited_s + shipped - synced),
+                "inference/retries/count": self.client.num_retries,
                 "process/orchestrator/peak_rss_bytes": peak_rss_bytes(),
                 "process/inference/peak_rss_bytes": inference_rss_bytes,
-            },
+            }
+            | self.server.metrics,
         )
 
     async def _sync_weights(self, *, at_least: int) -> None:
@@ -135,10 +135,11 @@ class Orchestrator:
                 )
             await asyncio.sleep(POLL_S)
         if newest > self.policy_version:
-            await self.client.update_weights(self.weights.version_path(newest).resolve(), newest)
+            await self.server.update(self.weights.version_path(newest).resolve(), newest)
             self.policy_version = newest
 
-    async def _play_step(self, step: int) -> list[ScoredGroup]:
+    async def play_step(self, step: int) -> list[ScoredGroup]:
+        """Play and score the groups of a step."""
         orchestrator = self.config.orchestrator
         indices = self._task_indices(step)
         slots = asyncio.Semaphore(max(1, orchestrator.max_in_flight // orchestrator.group_size))
@@ -165,6 +166,7 @@ class Orchestrator:
                 sampling=Sampling(temperature=sampling.temperature, max_tokens=sampling.max_tokens, seed=seed + number),
                 task_index=index,
                 problem=problem,
+                routing=routing_of(self.config, group_id),
             )
             for number in range(self.config.orchestrator.group_size)
         ]
@@ -186,7 +188,7 @@ class Orchestrator:
             orders[epoch] = np.random.default_rng([self.config.seed, 0, epoch]).permutation(num_tasks)
         return [int(orders[position // num_tasks][position % num_tasks]) for position in positions]
 
-    def _record(self, step: int, groups: Sequence[ScoredGroup]) -> None:
+    def record(self, step: int, groups: Sequence[ScoredGroup]) -> None:
         """Write traces and quarantine; stop the run if too much failed."""
         failed = [trace for group in groups for trace in group.failed]
         self.traces.write(f"step_{step:06d}", [trace for group in groups for trace in (*group.traces, *group.failed)])
@@ -194,7 +196,7 @@ class Orchestrator:
             self.traces.append_quarantine(failed)
         check_failures(groups, max_failed_frac=self.config.orchestrator.max_failed_frac, step=step)
 
-    def _nothing_to_train(self, step: int, groups: Sequence[ScoredGroup], counts: Mapping[str, int]) -> None:
+    def nothing_to_train(self, step: int, groups: Sequence[ScoredGroup], counts: Mapping[str, int]) -> None:
         """Say that a step trains nothing; stop the run if that is not because rewards are all equal.
 
         Raises:
@@ -213,7 +215,7 @@ class Orchestrator:
             "are); the others never asked the policy."
         )
 
-    def _samples(self, groups: Sequence[ScoredGroup]) -> tuple[list[TrainingSample], dict[str, int]]:
+    def to_samples(self, groups: Sequence[ScoredGroup]) -> tuple[list[TrainingSample], dict[str, int]]:
         """Return the samples to train, cut to length, and how many were cut or had to be left out."""
         orchestrator = self.config.orchestrator
         kept: list[TrainingSample] = []
@@ -290,6 +292,7 @@ async def play_split(
                 sampling=Sampling(temperature=0.0, max_tokens=config.sampling.max_tokens),
                 task_index=index,
                 problem=problem,
+                routing=routing_of(config, index),
             )
             return await _play(environment, client, renderer, config, spec)
 

@@ -20,7 +20,7 @@ from latepix.errors import (
     reason_code,
 )
 from latepix.families.model_info import ModelInfo
-from latepix.inference.client import Generation, Prompt, Sampling
+from latepix.inference.client import ANYWHERE, Generation, Prompt, Routing, Sampling
 from latepix.inference.render import MessageRenderer, RenderedPrompt
 from latepix.orchestrator.batch import validate_sample
 from latepix.orchestrator.samples import trace_to_samples
@@ -41,6 +41,7 @@ class RolloutSpec(msgspec.Struct, frozen=True):
         sampling: `seed` is that of the first turn; later turns continue from it.
         task_index: of the task in its split; -1 if not known, and then the trace cannot be replayed.
         problem: set if the environment could not make the task; it is then not played.
+        routing: where its requests go.
     """
 
     trace_id: str
@@ -51,6 +52,7 @@ class RolloutSpec(msgspec.Struct, frozen=True):
     sampling: Sampling
     task_index: int = -1
     problem: RolloutFailure | None = None
+    routing: Routing = ANYWHERE
 
 
 def make_task(environment: Environment, split: Split, index: int) -> tuple[Task, RolloutFailure | None]:
@@ -84,7 +86,7 @@ class _Turn(msgspec.Struct, frozen=True):
 class Sampler(Protocol):
     """Draws answers: the client of a server, or a stand-in."""
 
-    async def generate(self, prompt: Prompt, sampling: Sampling) -> Generation:
+    async def generate(self, prompt: Prompt, sampling: Sampling, routing: Routing = ANYWHERE) -> Generation:
         """Sample one answer."""
         ...
 
@@ -159,7 +161,7 @@ class ServedPolicy:
             self.is_out_of_room = True
             return Message(role="assistant")
         answer = await self._client.generate(
-            Prompt(token_ids=tuple(rendered.token_ids), images=images), self._sampling(room)
+            Prompt(token_ids=tuple(rendered.token_ids), images=images), self._sampling(room), self._spec.routing
         )
         self._check_lengths(images, [placed.length for placed in answer.ranges], where)
         reply = self._renderer.parse(rendered.token_ids, answer.token_ids)
@@ -174,6 +176,7 @@ class ServedPolicy:
             logprobs=answer.logprobs,
             policy_version=answer.policy_version,
             finish_reason=answer.finish_reason,
+            policy_spans=answer.policy_spans if len(answer.policy_spans) > 1 else (),
         )
         self._last = _Turn(
             conversation=(*conversation, reply),

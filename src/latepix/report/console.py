@@ -127,6 +127,11 @@ class RunConsole:
         )
         self._task = self._progress.add_task("", total=total_steps, completed=done_steps)
 
+    @property
+    def is_live(self) -> bool:
+        """Whether something is drawn; if not, there are plain lines only."""
+        return self._is_live
+
     def __enter__(self) -> RunConsole:
         """Start drawing."""
         if self._is_live:

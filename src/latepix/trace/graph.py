@@ -25,6 +25,14 @@ from latepix.trace.messages import Message, iter_images
 from latepix.trace.refs import MMRefs, PlaceholderRange
 
 
+class PolicySpan(msgspec.Struct, frozen=True, array_like=True):
+    """Sampled tokens [start, end) of a node came from weights `policy_version`."""
+
+    policy_version: int
+    start: int
+    end: int
+
+
 class MessageNode(msgspec.Struct, frozen=True, omit_defaults=True):
     """One message of the graph and the tokens it adds.
 
@@ -35,7 +43,8 @@ class MessageNode(msgspec.Struct, frozen=True, omit_defaults=True):
         mask: per token, whether the policy sampled it.
         logprobs: per sampled token, in nats, by the server, under the distribution it sampled from.
         ranges: placeholder runs relative to the node's first token, one per picture of `message`.
-        policy_version: of the weights that sampled the node, None for a node that was not sampled.
+        policy_version: oldest weights that sampled one of its tokens, None for a node that was not sampled.
+        policy_spans: which weights sampled which of its sampled tokens, if they changed in between; else empty.
         finish_reason: `stop` or `length`, for a sampled node.
     """
 
@@ -46,6 +55,7 @@ class MessageNode(msgspec.Struct, frozen=True, omit_defaults=True):
     logprobs: tuple[float, ...] = ()
     ranges: tuple[PlaceholderRange, ...] = ()
     policy_version: int | None = None
+    policy_spans: tuple[PolicySpan, ...] = ()
     finish_reason: str | None = None
 
 
@@ -289,6 +299,7 @@ class TraceBuilder:
         logprobs: Sequence[float],
         policy_version: int | None,
         finish_reason: str,
+        policy_spans: Sequence[PolicySpan] = (),
     ) -> None:
         """Add the new messages of a turn and the sampled reply.
 
@@ -303,8 +314,9 @@ class TraceBuilder:
             ranges: all placeholder ranges of the prompt, absolute, in order.
             reply: the parsed answer.
             sampled_ids, logprobs: the answer's tokens and their log-probabilities, equally long.
-            policy_version: of the weights that sampled.
+            policy_version: oldest weights that sampled one of the tokens.
             finish_reason: `stop` or `length`.
+            policy_spans: of the sampled tokens, if the weights changed in between.
         Raises:
             PlaceholderMismatch: the answer does not fit; the trace is unchanged.
         """
@@ -329,6 +341,7 @@ class TraceBuilder:
                 mask=(False,) * len(lead) + (True,) * len(sampled_ids),
                 logprobs=tuple(logprobs),
                 policy_version=policy_version,
+                policy_spans=tuple(policy_spans),
                 finish_reason=finish_reason,
             )
         )

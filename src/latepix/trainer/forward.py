@@ -152,9 +152,66 @@ def forward(
         ConfigError: the layout is not safe for the family.
     """
     device = next(model.parameters()).device
+    hidden, columns = _hidden(
+        model, micro_batch, mm_inputs, adapter=adapter, info=info, policy=mm_forward_policy, layout=layout
+    )
+    trained = np.flatnonzero(micro_batch.loss_mask)
+    sample_of = np.repeat(np.arange(micro_batch.num_samples), micro_batch.sample_lengths)
+    # The logits of the token before predict a trained token; the first token of a sample is never trained.
+    before = torch.from_numpy(columns[trained] - 1).to(device)
+    return _logprobs(
+        model,
+        adapter,
+        hidden[before],
+        torch.from_numpy(micro_batch.token_ids[trained].astype(np.int64)).to(device),
+        torch.from_numpy(micro_batch.temperatures[sample_of[trained]].astype(np.float32)).to(device),
+        torch.tensor(info.banned_ids, dtype=torch.long, device=device),
+        chunk_tokens,
+    )
+
+
+def next_token_logprobs(
+    model: PreTrainedModel,
+    micro_batch: MicroBatch,
+    mm_inputs: MMInputs,
+    *,
+    adapter: Adapter,
+    info: ModelInfo,
+    mm_forward_policy: ForwardPolicy,
+    layout: Literal["auto", "packed", "padded"] = "auto",
+) -> torch.Tensor:
+    """Compute what may follow each sample, under its temperature and the ban list; arguments as in `forward`.
+
+    Returns:
+        [S, V] float32, nats.
+    """
+    hidden, columns = _hidden(
+        model, micro_batch, mm_inputs, adapter=adapter, info=info, policy=mm_forward_policy, layout=layout
+    )
+    device = hidden.device
+    last = columns[micro_batch.sample_starts + micro_batch.sample_lengths - 1]
+    return _distribution(
+        adapter.lm_head(model, hidden[torch.from_numpy(last).to(device)]),
+        torch.from_numpy(micro_batch.temperatures.astype(np.float32)).to(device),
+        torch.tensor(info.banned_ids, dtype=torch.long, device=device),
+    )
+
+
+def _hidden(
+    model: PreTrainedModel,
+    micro_batch: MicroBatch,
+    mm_inputs: MMInputs,
+    *,
+    adapter: Adapter,
+    info: ModelInfo,
+    policy: ForwardPolicy,
+    layout: Literal["auto", "packed", "padded"],
+) -> tuple[torch.Tensor, np.ndarray]:
+    """Return the last hidden states [B*S, D] of the rows, and in which of them each token of the micro batch lies."""
+    device = next(model.parameters()).device
     chosen = choose_layout(
         micro_batch.sample_lengths.tolist(),
-        mm_forward_policy,
+        policy,
         hidden_size=model.config.get_text_config().hidden_size,
         wanted=layout,
     )
@@ -167,19 +224,12 @@ def forward(
         encoded=adapter.encode_images(model, mm_inputs.images) if mm_inputs.images else None,
         slot_images=mm_inputs.slot_images,
     )
-    trained = np.flatnonzero(micro_batch.loss_mask)
-    sample_of = np.repeat(np.arange(micro_batch.num_samples), micro_batch.sample_lengths)
-    # The logits of the token before predict a trained token; the first token of a sample is never trained.
-    before = torch.from_numpy(rows.columns[trained] - 1).to(device)
-    return _logprobs(
-        model,
-        adapter,
-        hidden.flatten(0, 1)[before],
-        torch.from_numpy(micro_batch.token_ids[trained].astype(np.int64)).to(device),
-        torch.from_numpy(micro_batch.temperatures[sample_of[trained]].astype(np.float32)).to(device),
-        torch.tensor(info.banned_ids, dtype=torch.long, device=device),
-        chunk_tokens,
-    )
+    return hidden.flatten(0, 1), rows.columns
+
+
+def _distribution(logits_NV: torch.Tensor, temperatures_N: torch.Tensor, banned: torch.Tensor) -> torch.Tensor:
+    """Return [N, V] float32 log-probabilities of the distribution that is sampled from."""
+    return torch.log_softmax(logits_NV.float().index_fill(1, banned, _BANNED_LOGIT) / temperatures_N[:, None], dim=-1)
 
 
 def _logprobs(
@@ -192,8 +242,7 @@ def _logprobs(
     chunk_tokens: int,
 ) -> ForwardOutputs:
     def chunk(hidden: torch.Tensor, targets: torch.Tensor, temperatures: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        logits = adapter.lm_head(model, hidden).float().index_fill(1, banned, _BANNED_LOGIT)
-        logprobs = torch.log_softmax(logits / temperatures[:, None], dim=-1)
+        logprobs = _distribution(adapter.lm_head(model, hidden), temperatures, banned)
         entropies = -(logprobs.exp() * logprobs).sum(dim=-1)
         return logprobs.gather(1, targets[:, None])[:, 0], entropies
 

@@ -1,17 +1,20 @@
-"""The trainer process: wait for a batch, step, publish weights."""
+"""The trainer process: say how it is set up, then wait for a batch, step, publish weights with their canary."""
 
 from __future__ import annotations
 
-import functools
 import time
+from collections.abc import Callable
 
 from latepix.config.schema import RunConfig
 from latepix.errors import StaleWeights
+from latepix.families.facts import local_facts
 from latepix.metrics import MetricsWriter, peak_rss_bytes
 from latepix.trace.training import Batch
+from latepix.trainer.canary import Canary
 from latepix.trainer.checkpoint import export_model, write_weights
-from latepix.trainer.loss import trust_region_policy_gradient
-from latepix.trainer.step import TrainStep
+from latepix.trainer.nccl import NcclSender
+from latepix.trainer.step import TrainStep, policy_gradient_of
+from latepix.transport.handshake import HandshakeFolder
 from latepix.transport.rollouts import BatchFolder
 from latepix.transport.weights import WeightsFolder
 
@@ -24,23 +27,57 @@ def run_trainer(config: RunConfig) -> None:
     """
     weights = WeightsFolder(config.output_dir)
     weights.check_unused()
-    loss = functools.partial(
-        trust_region_policy_gradient,
-        max_prob_increase=config.trainer.loss.max_prob_increase,
-        max_prob_decrease=config.trainer.loss.max_prob_decrease,
-        log_ratio_penalty=config.trainer.loss.log_ratio_penalty,
-        entropy_bonus=config.trainer.loss.entropy_bonus,
+    train_step = TrainStep(
+        config.model, config.trainer, loss=policy_gradient_of(config.trainer.loss), total_steps=config.steps
     )
-    train_step = TrainStep(config.model, config.trainer, loss=loss, total_steps=config.steps)
     batches = BatchFolder(config.output_dir)
     metrics = MetricsWriter(config.output_dir / "metrics.jsonl")
+    publisher = _Publisher(config, train_step, weights)
     try:
+        publisher.greet()
         for step in range(config.steps):
-            _one_step(step, config, train_step, batches, weights, metrics)
+            _one_step(step, config, train_step, batches, publisher, metrics)
         export_model(train_step.source, config.output_dir / "model", train_step.model, train_step.adapter)
     finally:
         train_step.close()
         metrics.close()
+
+
+class _Publisher:
+    """Shows weights, and the canary that proves which ones a server serves."""
+
+    def __init__(self, config: RunConfig, train_step: TrainStep, weights: WeightsFolder) -> None:
+        self._config = config
+        self._train_step = train_step
+        self._weights = weights
+        self._handshake = HandshakeFolder(config.output_dir)
+        self._canary = Canary(
+            train_step, temperature=config.sampling.temperature, max_images=config.images.max_per_prompt
+        )
+        self._broadcast: Callable[[int], None] | None = None
+        if config.inference.weight_update == "nccl":
+            self._broadcast = NcclSender(train_step.model, train_step.adapter, config.inference.base_url).send
+
+    def greet(self) -> None:
+        """Say how this trainer is set up, and what its starting weights answer."""
+        self._handshake.publish_canary(0, self._canary.logprobs())
+        model = self._config.model
+        self._handshake.publish_facts(local_facts(model.path, engine="trainer", dtype=model.dtype))
+
+    def publish(self, policy_version: int) -> None:
+        """Show the current weights as a version; whoever sees it finds its canary."""
+        step = self._train_step
+        self._handshake.publish_canary(policy_version, self._canary.logprobs())
+        if self._broadcast is not None:
+            self._broadcast(policy_version)
+            self._weights.publish(policy_version, lambda folder: None)
+            return
+        self._weights.publish(policy_version, lambda folder: write_weights(folder, step.model, step.adapter))
+
+    def prune(self, *, keep_from: int) -> None:
+        """Remove what nobody asks for any more."""
+        self._weights.prune(keep_from=keep_from)
+        self._handshake.prune(keep_from=keep_from)
 
 
 def _one_step(
@@ -48,7 +85,7 @@ def _one_step(
     config: RunConfig,
     train_step: TrainStep,
     batches: BatchFolder,
-    weights: WeightsFolder,
+    publisher: _Publisher,
     metrics: MetricsWriter,
 ) -> None:
     started = time.monotonic()
@@ -57,10 +94,10 @@ def _one_step(
     received = time.monotonic()
     step_metrics = train_step.run(batch)
     trained = time.monotonic()
-    weights.publish(step + 1, lambda folder: write_weights(folder, train_step.model, train_step.adapter))
+    publisher.publish(step + 1)
     published = time.monotonic()
     # A batch of this step was sampled from these weights or newer ones; nobody asks for older ones again.
-    weights.prune(keep_from=step - config.orchestrator.max_off_policy_steps)
+    publisher.prune(keep_from=step - config.orchestrator.max_off_policy_steps)
     batches.done(step)
     metrics.write(
         step,

@@ -1,4 +1,8 @@
-"""AdamW, gradient clipping, and a learning rate that rises and falls linearly."""
+"""AdamW, gradient clipping, and a learning rate that rises and falls linearly.
+
+A model in bfloat16 is stepped through float32 copies of its weights: in bfloat16 itself, an update smaller than a
+256th of a weight would be rounded away.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +33,13 @@ class Optimizer:
         self._config = config
         self._total_steps = total_steps
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        # A float32 parameter is its own master.
+        self._masters = [
+            parameter if parameter.dtype == torch.float32 else nn.Parameter(parameter.detach().float())
+            for parameter in self._parameters
+        ]
         self._adamw = torch.optim.AdamW(
-            self._parameters, lr=config.lr, betas=config.betas, weight_decay=config.weight_decay, fused=True
+            self._masters, lr=config.lr, betas=config.betas, weight_decay=config.weight_decay, fused=True
         )
 
     def step(self, step: int) -> dict[str, float]:
@@ -39,7 +48,8 @@ class Optimizer:
         Raises:
             NonFiniteLoss: the gradient is NaN or infinite, and the weights unchanged; or the step made them so.
         """
-        norm = torch.nn.utils.clip_grad_norm_(self._parameters, self._config.max_grad_norm)
+        self._hand_gradients_over()
+        norm = torch.nn.utils.clip_grad_norm_(self._masters, self._config.max_grad_norm)
         if not torch.isfinite(norm):
             raise NonFiniteLoss(
                 f"Step {step}: the gradient's norm is {float(norm)}. The step was refused and its batch kept; lower "
@@ -54,10 +64,23 @@ class Optimizer:
         for group in self._adamw.param_groups:
             group["lr"] = self._config.lr * factor
         self._adamw.step()
-        if not all(bool(torch.isfinite(norm)) for norm in torch._foreach_norm([*self._parameters])):
+        if not all(bool(torch.isfinite(norm)) for norm in torch._foreach_norm([*self._masters])):
             raise NonFiniteLoss(
                 f"Step {step}: the weights are not finite after the step: training diverged. Lower trainer.optim.lr "
                 f"({self._config.lr:g})."
             )
         self._adamw.zero_grad(set_to_none=True)
+        with torch.no_grad():
+            for parameter, master in self._copies():
+                parameter.copy_(master)
         return {"optim/grad_norm": float(norm), "optim/lr": self._config.lr * factor}
+
+    def _copies(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
+        """Return the parameters that have a master beside them, with it."""
+        pairs = zip(self._parameters, self._masters, strict=True)
+        return [(parameter, master) for parameter, master in pairs if master is not parameter]
+
+    def _hand_gradients_over(self) -> None:
+        for parameter, master in self._copies():
+            master.grad = None if parameter.grad is None else parameter.grad.float()
+            parameter.grad = None

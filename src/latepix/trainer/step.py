@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -10,18 +11,23 @@ import msgspec
 import numpy as np
 import torch
 
-from latepix.config.schema import ModelConfig, TrainStepConfig
-from latepix.errors import ConfigError, NonFiniteLoss
+from latepix.config.schema import LossConfig, ModelConfig, TrainStepConfig
+from latepix.errors import NonFiniteLoss
 from latepix.families.base import torch_dtype
 from latepix.families.model_info import read_model_info
 from latepix.families.registry import get_adapter
 from latepix.trace.training import Batch, MicroBatch
-from latepix.trainer.forward import forward
-from latepix.trainer.loss import LossInputs, LossOutputs
+from latepix.trainer.forward import ForwardOutputs, forward
+from latepix.trainer.loss import LossInputs, LossOutputs, trust_region_policy_gradient
 from latepix.trainer.materialize import Materializer, MMInputs
 from latepix.trainer.optim import Optimizer
 
 Loss = Callable[[LossInputs], LossOutputs]
+
+
+def policy_gradient_of(config: LossConfig) -> Loss:
+    """Return the policy gradient with a run's settings."""
+    return functools.partial(trust_region_policy_gradient, **config.model_dump())
 
 
 class StepMetrics(msgspec.Struct, frozen=True):
@@ -34,15 +40,10 @@ class TrainStep:
     """The model, its optimizer and its materializer.
 
     Raises:
-        ConfigError: the model cannot be loaded, or not be trained in the dtype asked for.
+        ConfigError: the model cannot be loaded.
     """
 
     def __init__(self, model: ModelConfig, trainer: TrainStepConfig, *, loss: Loss, total_steps: int) -> None:
-        if model.dtype != "float32":
-            raise ConfigError(
-                f"model.dtype: got {model.dtype}, wanted float32 for training: AdamW on {model.dtype} weights rounds "
-                f"small updates away. ({model.dtype} is for `serve` and `eval`.)"
-            )
         torch.set_num_threads(trainer.num_threads)
         self.config = trainer
         self.info = read_model_info(model.path)
@@ -111,8 +112,18 @@ class TrainStep:
             }
         )
 
-    def _forward_backward(self, micro_batch: MicroBatch, mm_inputs: MMInputs, batch: Batch) -> LossOutputs:
-        outputs = forward(
+    def measure(self, micro_batch: MicroBatch) -> ForwardOutputs:
+        """Compute logprobs and entropies of a micro batch's trained tokens, without gradient; changes nothing.
+
+        Raises:
+            PlaceholderMismatch: a picture and its range do not fit.
+        """
+        mm_inputs = self.materializer.submit(micro_batch.mm_refs).result()
+        with torch.no_grad():
+            return self._forward(micro_batch, mm_inputs)
+
+    def _forward(self, micro_batch: MicroBatch, mm_inputs: MMInputs) -> ForwardOutputs:
+        return forward(
             self.model,
             micro_batch,
             mm_inputs,
@@ -122,6 +133,9 @@ class TrainStep:
             layout=self.config.layout,
             chunk_tokens=self.config.logprob_chunk_tokens,
         )
+
+    def _forward_backward(self, micro_batch: MicroBatch, mm_inputs: MMInputs, batch: Batch) -> LossOutputs:
+        outputs = self._forward(micro_batch, mm_inputs)
         trained = np.flatnonzero(micro_batch.loss_mask)
         if not len(trained):
             # Padding: the same work as the other ranks', and no gradient.

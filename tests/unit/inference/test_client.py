@@ -1,18 +1,17 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 from collections.abc import Awaitable, Callable, Iterator
-from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
 
-from latepix.errors import InferenceError, ProcessFailed, StaleWeights, TransportError
-from latepix.inference.client import BAN_BIAS, Generation, InferenceClient, Prompt, Sampling, wait_until_healthy
+from latepix.errors import InferenceError
+from latepix.inference.client import BAN_BIAS, Generation, InferenceClient, Prompt, Routing, Sampling
+from latepix.trace.graph import PolicySpan
 from latepix.trace.refs import PlaceholderRange
 from tests.tiny.pictures import make_image
-from tests.tiny.servers import ScriptedServer, scripted_server
+from tests.tiny.servers import ScriptedServer, closed_url, scripted_server
 from tests.tiny.traces import IMAGE_ID
 
 T = TypeVar("T")
@@ -55,7 +54,9 @@ def server() -> Iterator[ScriptedServer]:
 
 def with_client(url: str, use: Callable[[InferenceClient], Awaitable[T]]) -> T:
     async def main() -> T:
-        client = InferenceClient(url, stop_ids=(7,), banned_ids=(IMAGE_ID, 8), timeout_s=20)
+        client = InferenceClient(
+            url, stop_ids=(7,), banned_ids=(IMAGE_ID, 8), placeholder_ids=(IMAGE_ID,), timeout_s=20
+        )
         try:
             return await use(client)
         finally:
@@ -89,7 +90,7 @@ def test_a_request_holds_the_logical_prompt_and_its_pictures(server: ScriptedSer
     ((method, path, body),) = server.requests
     assert (method, path) == ("POST", "/inference/v1/generate")
     assert body["token_ids"] == [5, IMAGE_ID, 6]
-    assert body["content_parts"] == [{"type": "image_url", "image_url": {"url": A.url}}]
+    assert body["content_parts"] == [{"type": "image_url", "url": A.url}]
     params = body["sampling_params"]
     assert (params["temperature"], params["max_tokens"], params["seed"]) == (0.5, 4, 5)
     assert params["stop_token_ids"] == [7]
@@ -109,6 +110,7 @@ def test_an_answer_holds_the_servers_expansion(server: ScriptedServer) -> None:
         logprobs=[-1.0, -0.25],
         finish_reason="stop",
         policy_version=3,
+        policy_spans=(PolicySpan(policy_version=3, start=0, end=2),),
     )
 
 
@@ -255,7 +257,7 @@ def test_the_oldest_weights_that_sampled_count(server: ScriptedServer) -> None:
 
 
 def test_every_sibling_hears_of_a_failure(server: ScriptedServer) -> None:
-    server.answer = lambda method, path, body: (500, {"error": {"message": "out of memory"}})
+    server.answer = lambda method, path, body: (400, {"error": {"message": "no such token"}})
 
     async def use(client: InferenceClient) -> list[Any]:
         requests = (client.generate(PROMPT, sampling(seed)) for seed in range(3))
@@ -266,146 +268,87 @@ def test_every_sibling_hears_of_a_failure(server: ScriptedServer) -> None:
     assert len(server.requests) == 1
 
 
-def closed_url() -> str:
-    """Return the address of a port on which nobody listens."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return f"http://127.0.0.1:{sock.getsockname()[1]}"
-
-
 def test_a_server_that_is_down_is_named() -> None:
     url = closed_url()
     with pytest.raises(InferenceError, match=rf"^{url}/inference/v1/generate did not answer \(ClientConnectorError"):
         generate(url, (PROMPT, sampling()))
 
 
-# --- weights -----------------------------------------------------------------------------------------------------
-
-UPDATE_ROUTES = [
-    "POST /pause?mode=keep",
-    "POST /start_weight_update",
-    "POST /update_weights",
-    "POST /finish_weight_update",
-    "POST /resume",
-    "GET /weight_info",
-]
+# --- where requests go --------------------------------------------------------------------------------------------
 
 
-def weight_server(*, reports: str = "step-4", refuses: str = "") -> Callable[[str, str, Any], tuple[int, Any]]:
-    def answer(method: str, path: str, body: Any) -> tuple[int, Any]:
-        if path == "/weight_info":
-            return 200, {"weight_version": reports}
-        if path == refuses:
-            return 400, {"error": {"message": "no such folder"}}
-        return (200, respond(body)) if path.startswith("/inference") else (200, {})
+def ask_with(url: str, *routings: Routing) -> None:
+    async def use(client: InferenceClient) -> None:
+        await asyncio.gather(*(client.generate(PROMPT, sampling(seed), how) for seed, how in enumerate(routings)))
 
-    return answer
+    with_client(url, use)
 
 
-def update(url: str) -> None:
-    with_client(url, lambda client: client.update_weights(Path("/run/weights/step_000004"), 4))
+def test_a_request_stays_on_its_data_parallel_rank(server: ScriptedServer) -> None:
+    ask_with(server.url, Routing(data_parallel_rank=3), Routing())
+    ranks = [headers.get("X-data-parallel-rank") for headers in server.headers]
+    assert sorted(ranks, key=str) == ["3", None]
 
 
-def test_weights_are_updated_between_requests_and_asked_for(server: ScriptedServer) -> None:
-    server.answer = weight_server()
-    update(server.url)
-    assert server.routes == UPDATE_ROUTES
-    bodies = {path: body for _, path, body in server.requests}
-    assert bodies["/update_weights"] == {"update_info": {"path": "/run/weights/step_000004"}}
-    assert bodies["/finish_weight_update"] == {"weight_version": "step-4"}
+def test_priority_and_kv_transfer_params_pass_through(server: ScriptedServer) -> None:
+    params = {"do_remote_decode": True, "remote_engine_id": "a"}
+    ask_with(server.url, Routing(priority=-2, kv_transfer_params=params))
+    ((_, _, body),) = server.requests
+    assert body["priority"] == -2
+    assert body["kv_transfer_params"] == params
 
 
-@pytest.mark.parametrize("reports", ["step-3", "default"])
-def test_a_server_that_serves_other_weights_is_named(server: ScriptedServer, reports: str) -> None:
-    server.answer = weight_server(reports=reports)
-    with pytest.raises(StaleWeights, match=r"was given weights step-4 from /run/weights/step_000004 and said done"):
-        update(server.url)
+def test_kv_transfer_params_of_an_answer_are_kept(server: ScriptedServer) -> None:
+    server.answer = lambda method, path, body: (200, respond(body, kv_transfer_params={"remote_port": 5}))
+    (answer,) = generate(server.url, (PROMPT, sampling()))
+    assert answer.kv_transfer_params == {"remote_port": 5}
 
 
-@pytest.mark.parametrize("refuses", ["/start_weight_update", "/update_weights", "/finish_weight_update"])
-def test_a_refused_update_is_told_and_the_server_goes_on(server: ScriptedServer, refuses: str) -> None:
-    server.answer = weight_server(refuses=refuses)
-    with pytest.raises(TransportError, match=rf"{refuses} answered HTTP 400: no such folder"):
-        update(server.url)
-    assert server.routes[-1] == "POST /resume"
-    assert server.routes[:-1] == UPDATE_ROUTES[: len(server.routes) - 1]
-
-
-def test_weights_for_a_server_that_is_down_are_a_transport_error() -> None:
-    url = closed_url()
-    with pytest.raises(TransportError, match=rf"^{url}/pause\?mode=keep did not answer \(ClientConnectorError"):
-        update(url)
-
-
-@pytest.mark.parametrize("ask", [InferenceClient.policy_version, InferenceClient.peak_rss_bytes])
-def test_asking_a_server_that_is_down_is_a_transport_error(ask: Callable[[InferenceClient], Awaitable[Any]]) -> None:
-    with pytest.raises(TransportError, match="did not answer"):
-        with_client(closed_url(), ask)
+def test_requests_that_go_elsewhere_are_not_joined(server: ScriptedServer) -> None:
+    ask_with(server.url, Routing(data_parallel_rank=0), Routing(data_parallel_rank=1), Routing(priority=1))
+    assert len(server.requests) == 3
 
 
 def test_caches_are_salted_with_the_weights(server: ScriptedServer) -> None:
-    server.answer = weight_server()
-
     async def use(client: InferenceClient) -> None:
         await client.generate(PROMPT, sampling())
-        await client.update_weights(Path("/w"), 4)
+        client.policy_version = 4
         await client.generate(PROMPT, sampling())
 
     with_client(server.url, use)
-    bodies = [body for _, path, body in server.requests if path.startswith("/inference")]
-    assert [body.get("cache_salt") for body in bodies] == [None, "step-4"]
+    assert [body.get("cache_salt") for _, _, body in server.requests] == [None, "step-4"]
 
 
-def test_weight_transfer_is_prepared(server: ScriptedServer) -> None:
-    server.answer = weight_server()
-    with_client(server.url, InferenceClient.init_weight_transfer)
-    assert server.requests == [("POST", "/init_weight_transfer_engine", {"init_info": {}})]
+def test_a_server_without_its_flag_is_told_which(server: ScriptedServer) -> None:
+    server.answer = lambda method, path, body: (403, {"detail": "Scale-out endpoints are disabled."})
+    with pytest.raises(InferenceError, match=r"HTTP 403: Scale-out endpoints are disabled. Start vLLM with --enable-"):
+        generate(server.url, (PROMPT, sampling()))
 
 
-def test_the_memory_of_a_server_that_tells_it(server: ScriptedServer) -> None:
-    server.answer = lambda method, path, body: (200, {"peak_rss_bytes": 123})
-    assert with_client(server.url, InferenceClient.peak_rss_bytes) == 123
-    server.answer = lambda method, path, body: (200, b"")
-    assert with_client(server.url, InferenceClient.peak_rss_bytes) is None
+@pytest.mark.parametrize(("status", "tries"), [(400, 1), (422, 1), (500, 3), (503, 3)])
+def test_a_refused_request_carries_the_servers_words(server: ScriptedServer, status: int, tries: int) -> None:
+    server.answer = lambda method, path, body: (status, {"error": {"message": "no such token"}})
+    with pytest.raises(InferenceError, match=rf"answered HTTP {status}: no such token$"):
+        generate(server.url, (PROMPT, sampling()))
+    assert len(server.requests) == tries
 
 
-# --- waiting for a server ----------------------------------------------------------------------------------------
+def test_a_server_error_that_passes_is_tried_again_with_the_same_seed(server: ScriptedServer) -> None:
+    statuses = iter([500, 503])
 
+    def answer(method: str, path: str, body: Any) -> tuple[int, Any]:
+        status = next(statuses, 200)
+        return status, respond(body) if status == 200 else {"error": "not now"}
 
-def test_waiting_ends_when_the_server_is_healthy(server: ScriptedServer) -> None:
-    answers = iter([503, 503, 200])
-    server.answer = lambda method, path, body: (next(answers), {})
-    wait_until_healthy(server.url, timeout_s=20)
-    assert server.routes == ["GET /health"] * 3
+    server.answer = answer
 
+    async def use(client: InferenceClient) -> tuple[Generation, int]:
+        return await client.generate(PROMPT, sampling(5)), client.num_retries
 
-def test_a_server_that_never_comes_up_is_named() -> None:
-    url = closed_url()
-    with pytest.raises(ProcessFailed, match=rf"at {url} did not become healthy within 0.2 s .*last: .*refused"):
-        wait_until_healthy(url, timeout_s=0.2)
-
-
-def test_a_server_that_stays_ill_is_named(server: ScriptedServer) -> None:
-    server.answer = lambda method, path, body: (503, {})
-    with pytest.raises(ProcessFailed, match="last: HTTP 503"):
-        wait_until_healthy(server.url, timeout_s=0.2)
-
-
-def test_waiting_ends_at_once_when_there_is_no_hope() -> None:
-    def check() -> None:
-        raise ProcessFailed("it died")
-
-    with pytest.raises(ProcessFailed, match="it died"):
-        wait_until_healthy(closed_url(), timeout_s=60, check=check)
-
-
-def test_waiting_goes_past_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Nobody listens there: a request that went through it would fail.
-    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
-    monkeypatch.delenv("no_proxy", raising=False)
-    monkeypatch.delenv("NO_PROXY", raising=False)
-    with scripted_server(lambda method, path, body: (200, {})) as server:
-        wait_until_healthy(server.url, timeout_s=2)
+    generation, num_retries = with_client(server.url, use)
+    assert generation.token_ids == [30, 7]
+    assert num_retries == 2
+    assert [body["sampling_params"]["seed"] for _, _, body in server.requests] == [5, 5, 5]
 
 
 def test_an_answer_that_was_given_up_is_refused() -> None:
@@ -416,3 +359,10 @@ def test_an_answer_that_was_given_up_is_refused() -> None:
 
     with scripted_server(abort) as server, pytest.raises(InferenceError, match="finish_reason is 'abort', wanted stop"):
         with_client(server.url, lambda client: client.generate(PROMPT, sampling()))
+
+
+def test_a_placeholder_that_the_server_left_without_a_picture_is_refused(server: ScriptedServer) -> None:
+    server.answer = lambda method, path, body: (200, respond(body, mm_placeholders=None))
+    prompt = Prompt(token_ids=(5, IMAGE_ID, 6))
+    with pytest.raises(InferenceError, match="2 picture tokens, but the ranges of its 0 pictures cover 0"):
+        generate(server.url, (prompt, sampling()))

@@ -177,7 +177,12 @@ def set_sampling(name: str, value: Any) -> Any:
 
 
 def set_url(url: Any) -> Any:
-    return lambda body: body["content_parts"][0].update(image_url={"url": url})
+    return lambda body: body["content_parts"][0].update(url=url)
+
+
+def nest_url(body: dict[str, Any]) -> None:
+    part = body["content_parts"][0]
+    part["image_url"] = {"url": part.pop("url")}
 
 
 # Prompt of `body_of`: two text ids, a placeholder, three text ids; the tiny vocabulary has 384 ids.
@@ -204,8 +209,11 @@ def set_url(url: Any) -> Any:
         pytest.param(set_url("data:image/png;base64,!!!"), r"content_parts\[0\]: .*strict base64", id="bad base64"),
         pytest.param(set_url("data:image/png;base64,aGVsbG8="), r"content_parts\[0\]: .*not a picture", id="no image"),
         pytest.param(set_url("https://example.com/a.png"), r"content_parts\[0\]: .*data URL", id="a web address"),
-        pytest.param(set_url(None), r"content_parts\[0\] must be an image_url part", id="no url"),
-        pytest.param(lambda b: b["content_parts"][0].update(type="video_url"), "must be an image_url part", id="video"),
+        pytest.param(set_url(None), r"content_parts\[0\] must be .*url", id="no url"),
+        pytest.param(nest_url, "nested in image_url, .* vLLM would not see the picture", id="a chat message's part"),
+        pytest.param(
+            lambda b: b["content_parts"][0].update(type="video_url"), r"\[0\] must be .*image_url", id="video"
+        ),
         pytest.param(set_sampling("max_tokens", 1000), "max_tokens is 1000.*must fit into 128", id="too many tokens"),
         pytest.param(set_sampling("max_tokens", 0), "max_tokens is 0; it must be at least 1", id="no tokens"),
         pytest.param(set_sampling("top_p", 0.9), "top_p must be 1", id="top_p"),

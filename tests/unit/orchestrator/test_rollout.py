@@ -14,7 +14,7 @@ from latepix.config.schema import EnvironmentConfig
 from latepix.environments.base import Environment, Policy, Score, Split, Task
 from latepix.errors import ConfigError, InferenceError
 from latepix.families.model_info import ModelInfo
-from latepix.inference.client import Generation, Prompt, Sampling
+from latepix.inference.client import ANYWHERE, Generation, Prompt, Routing, Sampling
 from latepix.inference.render import MessageRenderer
 from latepix.orchestrator.batch import validate_sample
 from latepix.orchestrator.rollout import RolloutSpec, make_task, play
@@ -311,9 +311,9 @@ def test_two_answers_of_one_conversation_cannot_be_awaited_at_once(info: ModelIn
             return Score(reward=1.0)
 
     class SlowClient(FakeClient):
-        async def generate(self, prompt: Prompt, sampling: Sampling) -> Generation:
+        async def generate(self, prompt: Prompt, sampling: Sampling, routing: Routing = ANYWHERE) -> Generation:
             await asyncio.sleep(0)
-            return await super().generate(prompt, sampling)
+            return await super().generate(prompt, sampling, routing)
 
     client = SlowClient(info=info, replies=[renderer.answer_ids("7")] * 2)
     trace = run(Impatient(exact), client, renderer)

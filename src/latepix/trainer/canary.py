@@ -1,0 +1,65 @@
+"""The trainer's half of the canary: the next-token log-probabilities of the fixed prompts at the current weights."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from latepix.inference.canary import canary_prompts
+from latepix.inference.client import Prompt
+from latepix.inference.render import MessageRenderer
+from latepix.trace.refs import MMRefs, expand_placeholders
+from latepix.trace.training import TrainingSample, pack_samples
+from latepix.trainer.forward import next_token_logprobs
+from latepix.trainer.materialize import materialize_mm_refs
+from latepix.trainer.step import TrainStep
+
+
+class Canary:
+    """Computes the canary of the model it is given; its pictures are processed once.
+
+    Args:
+        train_step: holds the model.
+        temperature: of the run's sampling.
+        max_images: pictures that the server takes in one prompt; None: any number.
+    """
+
+    def __init__(self, train_step: TrainStep, *, temperature: float, max_images: int | None = None) -> None:
+        self._train_step = train_step
+        info, adapter = train_step.info, train_step.adapter
+        prompts = canary_prompts(MessageRenderer(info), max_images=max_images)
+        self._micro_batch = pack_samples([_sample(prompt, train_step, temperature) for prompt in prompts])
+        processor = adapter.load_processor(info.path)
+        self._mm_inputs = materialize_mm_refs(self._micro_batch.mm_refs, adapter, processor)
+
+    def logprobs(self) -> np.ndarray:
+        """Return [K, V] float32, nats, under the run's temperature and ban list."""
+        step = self._train_step
+        with torch.no_grad():
+            logprobs_KV = next_token_logprobs(
+                step.model,
+                self._micro_batch,
+                self._mm_inputs,
+                adapter=step.adapter,
+                info=step.info,
+                mm_forward_policy=step.adapter.forward_policy,
+                layout=step.config.layout,
+            )
+        return logprobs_KV.float().cpu().numpy()
+
+
+def _sample(prompt: Prompt, train_step: TrainStep, temperature: float) -> TrainingSample:
+    info = train_step.info
+    lengths = [info.num_image_tokens(image) for image in prompt.images]
+    token_ids, ranges = expand_placeholders(prompt.token_ids, lengths, info.placeholder_ids)
+    slots = [(image, placed.offset, placed.length) for image, placed in zip(prompt.images, ranges, strict=True)]
+    zeros = np.zeros(len(token_ids), dtype=np.float32)
+    return TrainingSample(
+        token_ids=np.asarray(token_ids, dtype=np.int32),
+        loss_mask=np.zeros(len(token_ids), dtype=bool),
+        inference_logprobs=zeros,
+        advantages=zeros,
+        mm_refs=MMRefs.from_slots(slots),
+        temperature=temperature,
+        trace_id="canary",
+    )
