@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import shutil
 from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,8 @@ _AREAS = ("rollout", "eval", "final_eval")
 def new_run_folder(path: Path) -> Generator[Path]:
     """Make a run folder and keep others out of it while it is used.
 
+    A run that was refused at its start (server and trainer do not fit, say) does not count.
+
     Raises:
         ConfigError: it holds a run already, another process uses it, or it cannot be made.
     """
@@ -37,12 +40,23 @@ def new_run_folder(path: Path) -> Generator[Path]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise ConfigError(f"output_dir: another run uses {path} just now. Choose another folder.") from error
-        if (path / "metrics.jsonl").exists():
-            raise ConfigError(
-                f"output_dir: {path} already holds a run (it has a metrics.jsonl). Choose another folder, or remove "
-                f"{path}."
-            )
+        metrics = path / "metrics.jsonl"
+        if metrics.exists():
+            if metrics.stat().st_size:
+                raise ConfigError(
+                    f"output_dir: {path} already holds a run (it has a metrics.jsonl). Choose another folder, or "
+                    f"remove {path}."
+                )
+            _clear_refused(path)
         yield path
+
+
+def _clear_refused(path: Path) -> None:
+    """Remove what a run left that was refused before it measured anything, so that it can be tried again there."""
+    for name in ("handshake", "canary"):
+        shutil.rmtree(path / name, ignore_errors=True)
+    for name in ("summary.json", "report.html"):
+        (path / name).unlink(missing_ok=True)
 
 
 def picture_door(images: ImagesConfig, info: ModelInfo) -> Callable[[ImageSource], InlineImage]:

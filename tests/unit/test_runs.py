@@ -39,7 +39,18 @@ def test_two_runs_cannot_use_one_folder(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_holds_a_run_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").touch()
+    (tmp_path / "metrics.jsonl").write_text("{}\n")
     refused = pytest.raises(ConfigError, match=r"already holds a run .*Choose another folder, or remove")
     with refused, new_run_folder(tmp_path):
         pass
+
+
+def test_a_run_that_was_refused_at_its_start_can_be_tried_again_in_its_folder(tmp_path: Path) -> None:
+    for name in ("handshake", "canary", "traces"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "old").touch()
+    for name in ("metrics.jsonl", "summary.json", "report.html"):
+        (tmp_path / name).touch()
+    with new_run_folder(tmp_path):
+        # What the next run would take for its own is gone.
+        assert {entry.name for entry in tmp_path.iterdir()} == {"metrics.jsonl", "run.lock", "traces"}
