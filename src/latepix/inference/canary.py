@@ -33,7 +33,7 @@ from latepix.trace.messages import assistant_message, iter_images, user_message
 #: Tokens sampled for each prompt.
 _NUM_SAMPLES = 8
 #: Largest mean mismatch KL in nats, by dtype: what rounding explains (measured: 5e-9 and 2e-3), with room.
-MAX_KL = {"float32": 1e-5, "bfloat16": 0.015}
+MAX_KL = {"float32": 1e-6, "bfloat16": 0.015}
 #: A version explains the logprobs better if its mean error is below this share of the other's.
 _CLEARLY_LESS = 0.5
 #: Mean |log-probability difference| between two versions that no rounding explains, nats.

@@ -300,8 +300,8 @@ def failed_steps(steps: Sequence[StepAgreement], *, max_kl: float) -> list[StepA
 
 
 def is_passed(steps: Sequence[StepAgreement], *, max_kl: float) -> bool:
-    """Say whether every step is below `max_kl`, and none of them was served by the version before."""
-    return not failed_steps(steps, max_kl=max_kl) and not stale_steps(steps)
+    """Say whether every step is below `max_kl`, and the weights of every update arrived as a whole."""
+    return not (failed_steps(steps, max_kl=max_kl) or stale_steps(steps) or is_partly_updated(steps))
 
 
 def num_updates_shown(steps: Sequence[StepAgreement]) -> int:
@@ -318,6 +318,14 @@ def num_updates_shown(steps: Sequence[StepAgreement]) -> int:
 def stale_steps(steps: Sequence[StepAgreement]) -> list[int]:
     """Return the steps in which the server clearly serves the version before the newest."""
     return [step.step for step in steps if _explains(step.mismatch_kl_mean_before, step.agreement.mismatch_kl_mean)]
+
+
+def is_partly_updated(steps: Sequence[StepAgreement]) -> bool:
+    """Say whether every step after an update is so much worse than the first that no rounding explains it."""
+    if len(steps) < 2:
+        return False
+    first, *later = (step.agreement.mismatch_kl_mean or 0.0 for step in steps)
+    return min(later) > max(_ROUNDING, _GREW * first)
 
 
 def _explains(kl: float | None, other_kl: float | None) -> bool:
@@ -341,6 +349,13 @@ def verdict(steps: Sequence[StepAgreement], tables: Tables, *, max_kl: float) ->
             f"version before, although all steps are below {max_kl:g} (parity.max_kl): the update did nothing. "
             f"{_LOOK_AT_UPDATES.capitalize()}."
         )
+    if is_partly_updated(steps) and not failed:
+        first, *later = (step.agreement.mismatch_kl_mean or 0.0 for step in steps)
+        return (
+            f"Server and trainer disagree: with the updates the KL grew from {first:.1e} to {min(later):.1e} and more, "
+            f"although all steps are below {max_kl:g} (parity.max_kl): they arrive in part. "
+            f"{_LOOK_AT_UPDATES.capitalize()}."
+        )
     if not failed:
         largest = max(step.agreement.mismatch_kl_mean or 0.0 for step in steps)
         return (
@@ -357,15 +372,7 @@ def verdict(steps: Sequence[StepAgreement], tables: Tables, *, max_kl: float) ->
 
 def _doubts(steps: Sequence[StepAgreement]) -> str:
     """Say, with a space in front, if steps that all pass do not show that updates reach the server; else nothing."""
-    if len(steps) < 2:
-        return ""
-    first, *later = (step.agreement.mismatch_kl_mean or 0.0 for step in steps)
-    if min(later) > max(_ROUNDING, _GREW * first):
-        return (
-            f" But with the updates the KL grew from {first:.1e} to {min(later):.1e} and more: they seem to arrive in "
-            f"part. {_LOOK_AT_UPDATES.capitalize()}."
-        )
-    if num_updates_shown(steps):
+    if len(steps) < 2 or num_updates_shown(steps):
         return ""
     return (
         " But it does not show that updates arrive: the version before explains the logprobs nearly as well. Take "
