@@ -59,6 +59,23 @@ def test_it_learns_like_with_the_local_engine(warm_model: Path, tmp_path: Path) 
     assert "handshake: version of transformers" in (out / "logs" / "orchestrator.log").read_text()
 
 
+def test_two_data_parallel_ranks_serve_the_same_weights(warm_model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    code, said, err = finish(
+        start(
+            *("rl", "@", EXAMPLE / "run.toml", "--model.path", warm_model, "--output_dir", out, *VLLM),
+            *("--inference.vllm.data_parallel_size", 2, "--steps", 4, "--trainer.optim.warmup_steps", 1),
+            *("--eval.every_steps", 0, "--eval.num_tasks", 8),
+        ),
+        timeout_s=TIMEOUT_S,
+    )
+    assert code == 0, f"{said}\n{err}\n{(out / 'logs' / 'inference.log').read_text()[-3000:]}"
+    assert json.loads((out / "summary.json").read_text())["mismatch_kl_max"] < 1e-6
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    # The canary asks each rank.
+    assert max(row["canary/kl"] for row in rows if "canary/kl" in row) < 1e-6
+
+
 def test_a_vllm_that_is_killed_ends_the_run_with_its_reason(tiny_model: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     process = start(

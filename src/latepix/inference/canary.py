@@ -24,7 +24,7 @@ from PIL import Image
 
 from latepix.errors import InferenceError, StaleWeights
 from latepix.families.model_info import ModelInfo
-from latepix.inference.client import Generation, InferenceClient, Prompt, Sampling
+from latepix.inference.client import ANYWHERE, Generation, InferenceClient, Prompt, Routing, Sampling
 from latepix.inference.contract import version_label
 from latepix.inference.render import MessageRenderer
 from latepix.trace.ingress import InlineImage, ingest_image
@@ -99,16 +99,23 @@ def _picture(info: ModelInfo, seed: int) -> InlineImage:
 
 
 async def read_canary(
-    client: InferenceClient, prompts: tuple[Prompt, ...], *, temperature: float, policy_version: int
+    client: InferenceClient,
+    prompts: tuple[Prompt, ...],
+    *,
+    temperature: float,
+    policy_version: int,
+    routing: Routing = ANYWHERE,
 ) -> Reading:
-    """Sample a few next tokens of every prompt from the server.
+    """Sample a few next tokens of every prompt from the server, or from one of its ranks.
 
     Raises:
         StaleWeights: the server refused a prompt, or sampled from another version than it was given.
     """
     where = f"canary of {version_label(policy_version)}"
     requests = [
-        client.generate(prompt, Sampling(temperature=temperature, max_tokens=1, seed=1000 * policy_version + number))
+        client.generate(
+            prompt, Sampling(temperature=temperature, max_tokens=1, seed=1000 * policy_version + number), routing
+        )
         for prompt in prompts
         for number in range(_NUM_SAMPLES)
     ]

@@ -119,15 +119,21 @@ class ServedWeights:
 
     async def _check_canary(self, policy_version: int) -> None:
         published = self._handshake.receive_canary(policy_version, timeout_s=self._config.trainer.wait_timeout_s)
-        reading = await read_canary(
-            self._client,
-            self._prompts,
-            temperature=self._config.sampling.temperature,
-            policy_version=policy_version,
-        )
-        verdict = judge(
-            reading, published, self._told_apart, dtype=self._config.model.dtype, policy_version=policy_version
-        )
-        self.metrics["canary/kl"] = verdict.kl
-        if verdict.is_clear:
+        verdicts = []
+        # Each rank has weights of its own, and the first ones' updates say nothing about the others'.
+        for rank in range(self._config.inference.vllm.data_parallel_size):
+            reading = await read_canary(
+                self._client,
+                self._prompts,
+                temperature=self._config.sampling.temperature,
+                policy_version=policy_version,
+                routing=routing_of(self._config, rank),
+            )
+            verdicts.append(
+                judge(
+                    reading, published, self._told_apart, dtype=self._config.model.dtype, policy_version=policy_version
+                )
+            )
+        self.metrics["canary/kl"] = max(verdict.kl for verdict in verdicts)
+        if all(verdict.is_clear for verdict in verdicts):
             self._told_apart = published
