@@ -13,18 +13,23 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import msgspec
+
 from latepix.budget import measure_budget, print_briefly
 from latepix.config.loader import write_config
 from latepix.config.schema import RunConfig
 from latepix.environments.base import load_environment
 from latepix.errors import LatepixError, ProcessFailed
+from latepix.families.facts import local_facts
 from latepix.families.model_info import read_model_info
+from latepix.inference.control import ServerControl
+from latepix.inference.facts import check_handshake, needs_of
 from latepix.inference.http import wait_until_healthy
 from latepix.inference.render import MessageRenderer
 from latepix.inference.vllm import explain_log, find_vllm
 from latepix.metrics import MetricsTail
 from latepix.orchestrator.group import check_evaluation
-from latepix.orchestrator.loop import mean_reward, play_split
+from latepix.orchestrator.loop import WAITING_FOR_SERVER, mean_reward, play_split
 from latepix.orchestrator.server import client_of
 from latepix.processes import Child, free_port
 from latepix.report.console import RunConsole, print_summary
@@ -90,7 +95,7 @@ def _run_processes(config: RunConfig, path: Path) -> None:
             children.append(Child(name, [command, "@", str(path)], logs, num_threads=num_threads))
         orchestrator = children[-1]
         others = children[-2:]
-        starting = StartProgress(config.inference.engine, inference)
+        starting = StartProgress(config.inference.engine, inference, orchestrator)
         while any(child.exit_code is None for child in others):
             if orchestrator.exit_code == 0 and not _is_over(metrics.read(), config):
                 break
@@ -127,19 +132,28 @@ def _start_server(config: RunConfig, path: Path, logs: Path) -> Child:
 
 
 class StartProgress:
-    """Says what is going on while a server starts, which takes vLLM a minute and more."""
+    """Says what is going on until a run has measured something; vLLM alone takes a minute and more.
 
-    def __init__(self, engine: str, child: Child | None) -> None:
+    Args:
+        engine: of the server.
+        server: its process; None if it runs already.
+        orchestrator: says what it waits for, once the server answers; None if there is none.
+    """
+
+    def __init__(self, engine: str, server: Child | None, orchestrator: Child | None = None) -> None:
         self._engine = engine
-        self._child = child
+        self._server = server
+        self._orchestrator = orchestrator
         self._started = self._printed = time.monotonic()
 
     def text(self) -> str:
-        """Return one line: how long it takes so far, and the last line of the log."""
-        if self._child is None:
-            return "waiting for the trainer"
+        """Return one line: what is waited for, and how long it takes so far."""
         passed = time.monotonic() - self._started
-        return f"starting the {self._engine} engine, {passed:.0f} s: {self._child.last_line[-160:]}"
+        stage = self._orchestrator.last_line if self._orchestrator is not None else ""
+        stage = stage.removeprefix("latepix: ")
+        if self._server is None or (stage and not stage.startswith(WAITING_FOR_SERVER)):
+            return f"{stage or WAITING_FOR_SERVER}, {passed:.0f} s"
+        return f"starting the {self._engine} engine, {passed:.0f} s: {self._server.last_line[-160:]}"
 
     def print_sometimes(self) -> None:
         """Print the line where there is no live display, every half minute."""
@@ -214,6 +228,7 @@ async def _evaluate(config: RunConfig) -> dict[str, Any]:
     environment = load_environment(config.environment, picture_door(config.images, info))
     client = client_of(config, info)
     try:
+        weight_version = await _check_served(config, ServerControl(client.connection))
         traces = await play_split(
             environment, client, MessageRenderer(info), config, split=config.eval.split, policy_version=0
         )
@@ -225,10 +240,25 @@ async def _evaluate(config: RunConfig) -> dict[str, Any]:
         "environment": environment.name,
         "split": config.eval.split,
         "model": str(config.model.path),
+        "weight_version": weight_version,
         "reward": mean_reward(traces),
         "num_tasks": len(traces),
         "num_failed": sum(trace.failure is not None for trace in traces),
     }
+
+
+async def _check_served(config: RunConfig, control: ServerControl) -> str | None:
+    """Refuse a server that serves something else than the model that is measured; returns its weight version.
+
+    Raises:
+        HandshakeFailed: names every setting that differs, with both values.
+    """
+    server = await control.facts()
+    ours = local_facts(config.model.path, engine="trainer", dtype=config.model.dtype, with_processor=False)
+    # Pictures are not processed in this process, and weights stay as they are.
+    needs = msgspec.structs.replace(needs_of(config), weight_transfer=None)
+    check_handshake(server, ours, needs)
+    return server.weight_version
 
 
 def check_inputs(config: RunConfig) -> None:

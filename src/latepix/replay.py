@@ -173,7 +173,7 @@ async def replay_trace(
             renderer,
             spec,
             max_images=config.images.max_per_prompt,
-            max_model_len=min(config.inference.max_model_len, renderer.info.max_position_embeddings),
+            max_model_len=renderer.info.max_len(config.inference.max_model_len),
         )
         score = await play_out(environment, policy, task, renderer.info)
     except Exception as error:

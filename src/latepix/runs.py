@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
-import shutil
 from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from latepix.families.model_info import ModelInfo
 from latepix.metrics import read_metrics
 from latepix.trace.ingress import ImageAccess, ImageLimits, ImageSource, InlineImage, ingest_image
 from latepix.transport.files import write_bytes
+from latepix.transport.handshake import HandshakeFolder
 
 #: What is played in a run, as its failures are counted in the metrics.
 _AREAS = ("rollout", "eval", "final_eval")
@@ -53,8 +53,7 @@ def new_run_folder(path: Path) -> Generator[Path]:
 
 def _clear_refused(path: Path) -> None:
     """Remove what a run left that was refused before it measured anything, so that it can be tried again there."""
-    for name in ("handshake", "canary"):
-        shutil.rmtree(path / name, ignore_errors=True)
+    HandshakeFolder(path).clear()
     for name in ("summary.json", "report.html"):
         (path / name).unlink(missing_ok=True)
 

@@ -14,15 +14,10 @@ from typing import Any
 
 
 def tokenizer_facts(tokenizer: Any) -> dict[str, Any]:
-    """Return `vocab_sha256`, `vocab_size` and `special_ids` of a Hugging Face tokenizer."""
-    vocab = tokenizer.get_vocab()
-    return {
-        "vocab_sha256": vocab_sha256(vocab),
-        "vocab_size": len(vocab),
-        "special_ids": {
-            token.content: index for index, token in sorted(tokenizer.added_tokens_decoder.items()) if token.special
-        },
-    }
+    """Return `vocab_sha256` and `vocab_size` of a Hugging Face tokenizer without its added tokens, and `added_ids`."""
+    added = {token.content: index for index, token in sorted(tokenizer.added_tokens_decoder.items())}
+    vocab = {token: index for token, index in tokenizer.get_vocab().items() if token not in added}
+    return {"vocab_sha256": vocab_sha256(vocab), "vocab_size": len(vocab), "added_ids": added}
 
 
 def vocab_sha256(vocab: Mapping[str, int]) -> str:

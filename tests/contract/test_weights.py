@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from latepix.errors import StaleWeights, TransportError
 from latepix.families.facts import local_facts
-from latepix.inference.canary import Reading, canary_prompts, judge, read_canary
+from latepix.inference.canary import Reading, judge, prompts_of, read_canary
 from latepix.inference.client import Generation, InferenceClient, Prompt, Sampling
 from latepix.inference.control import ServerControl
 from latepix.inference.facts import Facts, check_handshake, needs_of
@@ -169,26 +169,26 @@ def test_the_canary_knows_new_weights_from_old_ones(
 ) -> None:
     config = server.config
     renderer = MessageRenderer(server.info)
-    prompts = canary_prompts(renderer)
+    prompts = prompts_of(config, renderer)
     trainer = TrainStep(config.model, config.trainer, loss=cross_entropy, total_steps=1)
     other = TrainStep(
         config.model.model_copy(update={"path": other_policy.path}), config.trainer, loss=cross_entropy, total_steps=1
     )
-    published, then = (Canary(step, temperature=0.7).logprobs() for step in (trainer, other))
+    published, then = (Canary(step, prompts, temperature=0.7).logprobs() for step in (trainer, other))
 
     async def use(client: InferenceClient, control: ServerControl) -> None:
         async def reading(version: int) -> Reading:
             return await read_canary(client, prompts, temperature=0.7, policy_version=version)
 
         await control.set_weight_version("step-0")
-        verdict = judge(await reading(0), published, None, dtype="float32", policy_version=0)
+        verdict = judge(await reading(0), published, None, dtype="float32", temperature=0.7, policy_version=0)
         assert verdict.kl < 1e-7
         # The server says step-1 and did nothing.
         await control.set_weight_version("step-1")
         with pytest.raises(StaleWeights, match="the update did nothing"):
-            judge(await reading(1), then, published, dtype="float32", policy_version=1)
+            judge(await reading(1), then, published, dtype="float32", temperature=0.7, policy_version=1)
         await update(control, other_weights, 1)
-        verdict = judge(await reading(1), then, published, dtype="float32", policy_version=1)
+        verdict = judge(await reading(1), then, published, dtype="float32", temperature=0.7, policy_version=1)
         assert verdict.kl < 1e-7
         assert verdict.is_clear
 

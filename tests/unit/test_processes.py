@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from latepix.errors import ConfigError, ProcessFailed
-from latepix.processes import Child, bind, free_port
+from latepix.processes import ERROR_PREFIX, Child, bind, free_port
 
 
 @pytest.fixture
@@ -55,6 +56,99 @@ def test_a_child_without_an_error_of_ours_is_reported_with_its_last_line(tmp_pat
         child.check()
 
 
+@pytest.fixture(scope="module")
+def failed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Child]:
+    """Return a child that failed and whose log is explained; tests write the log."""
+    folder = tmp_path_factory.mktemp("failed")
+    child = Child("inference", ["serve", "--help-me"], folder, explain=lambda text: f"explained {len(text)}")
+    wait_until_ended(child)
+    yield child
+    child.stop()
+
+
+def test_a_log_that_is_not_ours_is_explained(failed: Child) -> None:
+    failed.log_path.write_text("ValueError: surprise\n", encoding="utf-8")
+    with pytest.raises(ProcessFailed, match=r"^The inference process failed \(exit \d\): explained 21\nIts log: "):
+        failed.check()
+
+
+def test_an_error_of_ours_needs_no_explanation(failed: Child) -> None:
+    failed.log_path.write_text(f"loading\n{ERROR_PREFIX}the port is taken\n", encoding="utf-8")
+    with pytest.raises(ProcessFailed, match=r"^The inference process failed \(exit \d\): the port is taken\nIts log: "):
+        failed.check()
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Child]:
+    """Return a child that ended well; tests write its log."""
+    child = Child("help", ["--help"], tmp_path_factory.mktemp("ended"))
+    wait_until_ended(child)
+    yield child
+    child.stop()
+
+
+@pytest.mark.parametrize(
+    ("log", "expected"),
+    [
+        (b"", ""),
+        (b"\n \n", ""),
+        (b"one\n  two  \n\n", "two"),
+        (b"one\nhalf a li", "half a li"),
+        (b"x" * 10_000 + b"\nlast\n", "last"),
+        (b"\xff" * 10_000, "\ufffd" * 4096),
+    ],
+    ids=["empty", "blank", "lines", "unfinished", "long", "bytes"],
+)
+def test_the_last_line_of_a_log(ended: Child, log: bytes, expected: str) -> None:
+    ended.log_path.write_bytes(log)
+    assert ended.last_line == expected
+
+
+# What vLLM's Python does here: says what it has, and when it serves, starts a process of its own that holds a pipe.
+FAKE_VLLM = """#!/bin/sh
+if [ "$2" = "-c" ]; then
+    echo '{"version": "0.32.0", "is_cpu": false, "plugin": "0.1.0"}'
+    exit
+fi
+exec 3> "%s"
+sleep 600 &
+echo "worker started"
+wait
+"""
+
+
+def start_with_worker(folder: Path, children: list[Child], *, model: Path, pipe: Path) -> Child:
+    """Start `latepix serve`, which becomes a process with a worker below it."""
+    python = folder / "python"
+    python.write_text(FAKE_VLLM % pipe, encoding="utf-8")
+    python.chmod(0o755)
+    args = ["serve", "--model.path", str(model), "--output_dir", str(folder / "run"), "--inference.engine", "vllm"]
+    child = Child("inference", [*args, "--inference.vllm.python", str(python)], folder / "logs")
+    children.append(child)
+    deadline = time.monotonic() + 60
+    while child.last_line != "worker started":
+        child.check()
+        assert time.monotonic() < deadline, child.log_path.read_text(encoding="utf-8")
+        time.sleep(0.02)
+    return child
+
+
+def test_stopping_a_child_ends_what_it_started(tiny_model: Path, tmp_path: Path, children: list[Child]) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        child = start_with_worker(tmp_path, children, model=tiny_model, pipe=pipe)
+        with pytest.raises(BlockingIOError):
+            os.read(reader, 1)
+        child.stop()
+        # The pipe ends once nobody holds it any more.
+        assert select.select([reader], [], [], 20)[0] == [reader]
+        assert os.read(reader, 1) == b""
+    finally:
+        os.close(reader)
+
+
 def test_a_child_that_ended_well_is_no_failure(tmp_path: Path, children: list[Child]) -> None:
     child = Child("help", ["--help"], tmp_path / "logs")
     children.append(child)
@@ -83,9 +177,9 @@ def test_stopping_twice_is_fine(tmp_path: Path) -> None:
 # What a child of a run does once it is up.
 WATCHED = """
 import time
-from latepix.processes import die_with_parent
+from latepix.processes import die_with_parent, is_supervised
 die_with_parent()
-print("up", flush=True)
+print("up", is_supervised(), flush=True)
 time.sleep(60)
 """
 
@@ -98,7 +192,7 @@ def start_watched(*, supervised: str) -> subprocess.Popen[bytes]:
         env=os.environ | {"LATEPIX_SUPERVISED": supervised},
     )
     assert process.stdout is not None
-    assert process.stdout.readline() == b"up\n"
+    assert process.stdout.readline() == b"up %r\n" % (supervised == "1")
     return process
 
 

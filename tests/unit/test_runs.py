@@ -46,11 +46,14 @@ def test_a_folder_that_holds_a_run_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_run_that_was_refused_at_its_start_can_be_tried_again_in_its_folder(tmp_path: Path) -> None:
-    for name in ("handshake", "canary", "traces"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "old").touch()
+    for path in ("handshake/trainer.json", "canary/step_000000.npy", "traces/old"):
+        (tmp_path / path).parent.mkdir()
+        (tmp_path / path).touch()
     for name in ("metrics.jsonl", "summary.json", "report.html"):
         (tmp_path / name).touch()
     with new_run_folder(tmp_path):
         # What the next run would take for its own is gone.
-        assert {entry.name for entry in tmp_path.iterdir()} == {"metrics.jsonl", "run.lock", "traces"}
+        names = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
+        assert names == {"metrics.jsonl", "run.lock", "traces/old"}
+        assert (tmp_path / "handshake").is_dir()
+        assert (tmp_path / "canary").is_dir()

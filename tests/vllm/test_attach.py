@@ -9,7 +9,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from latepix.errors import StaleWeights
-from latepix.inference.canary import canary_prompts, judge, read_canary
+from latepix.inference.canary import judge, prompts_of, read_canary
 from latepix.inference.client import InferenceClient
 from latepix.inference.control import ServerControl
 from latepix.inference.render import MessageRenderer
@@ -64,19 +64,20 @@ def test_a_reload_that_takes_only_a_part_is_caught_by_the_canary(
     weights = write_scaled(vllm_server.model, tmp_path / "weights", embedding=embedding)
     config = vllm_server.config
     trainer = TrainStep(config.model, config.trainer, loss=cross_entropy, total_steps=1)
-    before = Canary(trainer, temperature=1.0).logprobs()
+    prompts = prompts_of(config, MessageRenderer(vllm_server.info))
+    canary = Canary(trainer, prompts, temperature=1.0)
+    before = canary.logprobs()
     trainer.adapter.load_hub_state_dict(trainer.model, load_file(weights / "model.safetensors"))
-    published = Canary(trainer, temperature=1.0).logprobs()
+    published = canary.logprobs()
     trainer.close()
-    prompts = canary_prompts(MessageRenderer(vllm_server.info))
 
     async def use(client: InferenceClient, control: ServerControl) -> None:
         await ServerControl(client.connection, weight_update="reload_weights").update_weights(weights, 1)
         reading = await read_canary(client, prompts, temperature=1.0, policy_version=1)
         if embedding:
             with pytest.raises(StaleWeights, match="not the trainer's at step-1"):
-                judge(reading, published, before, dtype="float32", policy_version=1)
+                judge(reading, published, before, dtype="float32", temperature=1.0, policy_version=1)
         else:
-            assert judge(reading, published, before, dtype="float32", policy_version=1).is_clear
+            assert judge(reading, published, before, dtype="float32", temperature=1.0, policy_version=1).is_clear
 
     vllm_server.use(use)

@@ -120,7 +120,7 @@ def test_facts_describe_the_running_server(vllm_server: Any, info: ModelInfo) ->
     assert facts["weight_transfer"] == "safetensors_dir"
     assert facts["logprobs_mode"] == "processed_logprobs"
     assert facts["weight_version"] == version(vllm_server)
-    assert facts["tokenizer"]["special_ids"]["<|image_pad|>"] == info.image_placeholder_id
+    assert facts["tokenizer"]["added_ids"]["<|image_pad|>"] == info.image_placeholder_id
     assert len(facts["tokenizer"]["vocab_sha256"]) == 64
     assert facts["image_processor"]["do_normalize"] is True
     assert facts["image_processor"]["patch_size"] == 16

@@ -13,8 +13,8 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field, model_validator
 from pydantic_config import BaseConfig
 
-#: vLLM answers HTTP 400 above.
-_VLLM_MAX_TEMPERATURE = 2.0
+#: vLLM answers HTTP 400 above, and samples at the lower bound below.
+_VLLM_TEMPERATURES = 0.01, 2.0
 Positive = Annotated[int, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
@@ -294,10 +294,16 @@ class RunConfig(_Command):
                 f"orchestrator.group_size ({self.orchestrator.group_size}) must not exceed inference.max_batch_size "
                 f"({self.inference.max_batch_size}): a group is one request"
             )
-        if self.inference.engine == "vllm" and self.sampling.temperature > _VLLM_MAX_TEMPERATURE:
+        low, high = _VLLM_TEMPERATURES
+        if self.inference.engine == "vllm" and not low <= self.sampling.temperature <= high:
             raise ValueError(
-                f"sampling.temperature ({self.sampling.temperature:g}) must not exceed {_VLLM_MAX_TEMPERATURE:g} with "
-                "inference.engine = 'vllm': it refuses more"
+                f"sampling.temperature ({self.sampling.temperature:g}) must lie in [{low:g}, {high:g}] with "
+                "inference.engine = 'vllm': it raises lower ones in silence, and refuses higher ones"
+            )
+        if self.inference.weight_update == "nccl" and self.orchestrator.max_off_policy_steps:
+            raise ValueError(
+                "orchestrator.max_off_policy_steps must be 0 with inference.weight_update = 'nccl': the trainer hands "
+                "weights over when it has them, not when the orchestrator asks"
             )
         _check_warmup(self.trainer.optim, self.steps)
         return self

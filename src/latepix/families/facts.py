@@ -20,19 +20,23 @@ from latepix.inference.facts import Facts, TokenizerFacts, vocab_sha256
 _PACKAGES = ("torch", "transformers", "tokenizers", "pillow")
 
 
-def local_facts(path: Path, *, engine: str, dtype: str, **more: Any) -> Facts:
+def local_facts(path: Path, *, engine: str, dtype: str, with_processor: bool = True, **more: Any) -> Facts:
     """Return the facts of a model folder as this process reads it.
 
     Args:
         path: the model folder.
         engine: `local` or `trainer`.
         dtype: of the weights, such as `float32`.
+        with_processor: load the image processor, which takes torch and transformers.
         more: further fields of `Facts`.
     Raises:
         ConfigError: the folder is not what it should be.
     """
     info = read_model_info(path)
-    processor = get_adapter(info.model_type).load_processor(path)
+    image_processor = None
+    if with_processor:
+        processor = get_adapter(info.model_type).load_processor(path)
+        image_processor = {**plain(processor.to_dict()), "class": type(processor).__name__}
     return Facts(
         engine=engine,
         versions={"engine": metadata.version("latepix"), **{name: metadata.version(name) for name in _PACKAGES}},
@@ -40,19 +44,20 @@ def local_facts(path: Path, *, engine: str, dtype: str, **more: Any) -> Facts:
         model_type=info.model_type,
         dtype=dtype,
         tokenizer=_tokenizer_facts(path),
-        image_processor={**plain(processor.to_dict()), "class": type(processor).__name__},
+        image_processor=image_processor,
         **more,
     )
 
 
 def _tokenizer_facts(path: Path) -> TokenizerFacts:
     tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
-    vocab = tokenizer.get_vocab(with_added_tokens=True)
-    added = tokenizer.get_added_tokens_decoder()
+    added = {token.content: index for index, token in tokenizer.get_added_tokens_decoder().items()}
+    everything = tokenizer.get_vocab(with_added_tokens=True)
+    vocab = {token: index for token, index in everything.items() if token not in added}
     return TokenizerFacts(
         vocab_sha256=vocab_sha256(vocab),
         vocab_size=len(vocab),
-        special_ids={token.content: index for index, token in added.items() if token.special},
+        added_ids=added,
     )
 
 

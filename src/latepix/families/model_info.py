@@ -44,6 +44,10 @@ class ModelInfo(msgspec.Struct, frozen=True):
     grid: GridFit
     merge_size: int
 
+    def max_len(self, max_model_len: int) -> int:
+        """Return the longest sequence of a run, in tokens: as set, but never longer than the model's positions."""
+        return min(max_model_len, self.max_position_embeddings)
+
     def num_image_tokens(self, image: InlineImage) -> int:
         """Return how many placeholder tokens the picture takes."""
         width, height = self.grid.processed_size(image.width, image.height)

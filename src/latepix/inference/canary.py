@@ -3,13 +3,13 @@
 A server may say that it loaded new weights and go on serving others (a reload that did nothing, a stale cache, a
 layout it read wrongly). So the trainer publishes, with every version, the log-probabilities [K, V] of the next token
 of K fixed prompts, with and without pictures; the server is asked for a few tokens of the same prompts, as in a
-rollout, and its logprobs are held against the published ones. The prompts are the same every time: a cache that was
-not emptied shows.
+rollout, and its logprobs are held against the published ones. The pictures are the same every time, so that a picture
+or encoder cache that was not emptied shows.
 
 What is decided from the logprobs of the sampled tokens (`judge`):
 
 * too far from the version it should be: refused;
-* closer to the version it served before than to the new one: the update did nothing;
+* closer to the version it served before than to the new one, by more than rounding: the update did nothing;
 * as close to both, since the step was smaller than the rounding: no decision, and the older version stays the one to
   compare with, so that a server that stands still is found out a few steps later.
 """
@@ -17,12 +17,15 @@ What is decided from the logprobs of the sampled tokens (`judge`):
 from __future__ import annotations
 
 import asyncio
+import hashlib
+from collections.abc import Sequence
 
 import msgspec
 import numpy as np
 from PIL import Image
 
-from latepix.errors import InferenceError, StaleWeights
+from latepix.config.schema import RunConfig
+from latepix.errors import ConfigError, InferenceError, StaleWeights, TransportError
 from latepix.families.model_info import ModelInfo
 from latepix.inference.client import ANYWHERE, Generation, InferenceClient, Prompt, Routing, Sampling
 from latepix.inference.contract import version_label
@@ -30,14 +33,17 @@ from latepix.inference.render import MessageRenderer
 from latepix.trace.ingress import InlineImage, ingest_image
 from latepix.trace.messages import assistant_message, iter_images, user_message
 
-#: Tokens sampled for each prompt.
+#: Tokens sampled for each prompt, at most.
 _NUM_SAMPLES = 8
-#: Largest mean mismatch KL in nats, by dtype: what rounding explains (measured: 5e-9 and 2e-3), with room.
+#: Largest mean mismatch KL in nats at temperature 1, by dtype: what rounding explains (measured: 5e-9 and 2e-3), with
+#: room. Differences of logits count 1 / temperature times in logprobs, and squared in KL.
 MAX_KL = {"float32": 1e-6, "bfloat16": 0.015}
+#: Mean |log-probability difference| that rounding explains at the least, nats, by dtype.
+_LEAST_NOISE = {"float32": 1e-6, "bfloat16": 1e-3}
+#: A difference is more than rounding if it is that many times the rounding seen so far.
+_BEYOND_NOISE = 3.0
 #: A version explains the logprobs better if its mean error is below this share of the other's.
 _CLEARLY_LESS = 0.5
-#: Mean |log-probability difference| between two versions that no rounding explains, nats.
-_SMALLEST_CHANGE = 1e-5
 
 
 class Reading(msgspec.Struct, frozen=True):
@@ -59,35 +65,64 @@ class Verdict(msgspec.Struct, frozen=True):
 
     Attributes:
         kl: mean mismatch KL against the version that should be served, nats.
+        error: mean |log-probability difference| against it, nats.
         is_clear: the version before fits clearly worse, so this one can be told from it.
     """
 
     kl: float
+    error: float
     is_clear: bool
 
 
-def canary_prompts(renderer: MessageRenderer, *, max_images: int | None = None) -> tuple[Prompt, ...]:
-    """Build the K prompts: text alone, one picture, two pictures, and a second turn after a picture.
+def canary_prompts(renderer: MessageRenderer, *, max_images: int, max_tokens: int) -> tuple[Prompt, ...]:
+    """Build the K prompts: text alone, one picture, two pictures in either order, and a second turn after a picture.
 
     Args:
         renderer: of the model.
-        max_images: pictures that the server takes in one prompt; prompts with more are left out. None: any number.
+        max_images: pictures that the server takes in one prompt; prompts with more are left out.
+        max_tokens: longest prompt, expanded; longer ones are left out.
+    Raises:
+        ConfigError: not even the prompt without a picture fits.
     """
-    one, two = (_picture(renderer.info, seed) for seed in (0, 1))
+    info = renderer.info
+    one, two = (_picture(info, seed) for seed in (0, 1))
     conversations = (
         [user_message("Say a number.")],
         [user_message(one, "What is this?")],
+        [user_message("Describe", two)],
         [user_message(one, "and", two, "Which one?")],
+        [user_message(two, "and", one, "Which one?")],
         [user_message(two, "What is this?"), assistant_message("A picture."), user_message("Which colour?")],
     )
-    return tuple(
-        Prompt(
-            token_ids=tuple(renderer.render(conversation).token_ids),
-            images=tuple(iter_images(conversation)),
+    prompts = []
+    for conversation in conversations:
+        images = tuple(iter_images(conversation))
+        token_ids = tuple(renderer.render(conversation).token_ids)
+        num_tokens = len(token_ids) + sum(info.num_image_tokens(image) - 1 for image in images)
+        if len(images) <= max_images and num_tokens <= max_tokens:
+            prompts.append(Prompt(token_ids=token_ids, images=images))
+    if not prompts:
+        raise ConfigError(
+            f"inference.max_model_len: no prompt to check the server with fits into {max_tokens} tokens; give it room "
+            "for a conversation."
         )
-        for conversation in conversations
-        if max_images is None or len(list(iter_images(conversation))) <= max_images
-    )
+    return tuple(prompts)
+
+
+def prompts_of(config: RunConfig, renderer: MessageRenderer) -> tuple[Prompt, ...]:
+    """Return the canary prompts of a run: the same in trainer and orchestrator.
+
+    Raises:
+        ConfigError: the model's length leaves no room for any.
+    """
+    longest = renderer.info.max_len(config.inference.max_model_len)
+    return canary_prompts(renderer, max_images=config.images.max_per_prompt, max_tokens=longest - 1)
+
+
+def prompts_sha256(prompts: Sequence[Prompt]) -> str:
+    """Return the hash of the prompts: two sides with the same one talk about the same rows."""
+    parts = [[list(prompt.token_ids), [image.sha256 for image in prompt.images]] for prompt in prompts]
+    return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()
 
 
 def _picture(info: ModelInfo, seed: int) -> InlineImage:
@@ -104,25 +139,35 @@ async def read_canary(
     *,
     temperature: float,
     policy_version: int,
+    num_samples: int = _NUM_SAMPLES,
     routing: Routing = ANYWHERE,
 ) -> Reading:
     """Sample a few next tokens of every prompt from the server, or from one of its ranks.
 
+    Args:
+        client: of the server.
+        prompts: K prompts.
+        temperature: of the run.
+        policy_version: that the server was given.
+        num_samples: tokens of each prompt; they travel as one request, which the server must take.
+        routing: which rank.
     Raises:
-        StaleWeights: the server refused a prompt, or sampled from another version than it was given.
+        TransportError: the server did not answer a prompt.
+        StaleWeights: it sampled from another version than it was given.
     """
+    num_samples = min(num_samples, _NUM_SAMPLES)
     where = f"canary of {version_label(policy_version)}"
     requests = [
         client.generate(
             prompt, Sampling(temperature=temperature, max_tokens=1, seed=1000 * policy_version + number), routing
         )
         for prompt in prompts
-        for number in range(_NUM_SAMPLES)
+        for number in range(num_samples)
     ]
     try:
         answers: list[Generation] = await asyncio.gather(*requests)
     except InferenceError as error:
-        raise StaleWeights(f"The {where} was not answered: {error}") from error
+        raise TransportError(f"The {where} was not answered: {error}") from error
     for answer in answers:
         if answer.policy_version not in (None, policy_version):
             raise StaleWeights(
@@ -130,51 +175,64 @@ async def read_canary(
                 "the same server, or it was started anew."
             )
     return Reading(
-        rows=np.repeat(np.arange(len(prompts)), _NUM_SAMPLES),
+        rows=np.repeat(np.arange(len(prompts)), num_samples),
         token_ids=np.asarray([answer.token_ids[0] for answer in answers]),
         logprobs=np.asarray([answer.logprobs[0] for answer in answers], dtype=np.float64),
     )
 
 
 def judge(
-    reading: Reading, published_KV: np.ndarray, before_KV: np.ndarray | None, *, dtype: str, policy_version: int
+    reading: Reading,
+    published_KV: np.ndarray,
+    before_KV: np.ndarray | None,
+    *,
+    dtype: str,
+    temperature: float,
+    policy_version: int,
+    noise: float = 0.0,
 ) -> Verdict:
     """Decide whether the server serves the version it should.
 
     Args:
-        reading: N sampled tokens.
+        reading: N sampled tokens; equal ones of a prompt count once.
         published_KV: [K, V] float32, nats, by the trainer at the version that should be served.
         before_KV: the same of the version that was served last for certain; None at the start.
         dtype: of the weights on both sides.
+        temperature: of both.
         policy_version: that should be served, for the error.
+        noise: largest `error` of earlier readings that were clear, nats: what rounding does in this model.
     Raises:
         StaleWeights: it serves something else.
     """
-    wanted = published_KV[reading.rows, reading.token_ids].astype(np.float64)
-    log_ratio = wanted - reading.logprobs
-    # A banned token lies 1e30 nats away: infinite or NaN, and refused below.
+    _, first = np.unique(np.stack([reading.rows, reading.token_ids]), axis=1, return_index=True)
+    rows, tokens, served = reading.rows[first], reading.token_ids[first], reading.logprobs[first]
+    wanted = published_KV[rows, tokens].astype(np.float64)
+    # A server that is far off gives infinities, which are refused below.
     with np.errstate(over="ignore", invalid="ignore"):
+        log_ratio = wanted - served
         kl = float(np.mean(np.expm1(log_ratio) - log_ratio))
     error = float(np.mean(np.abs(log_ratio)))
     label = version_label(policy_version)
+    beyond = _BEYOND_NOISE * max(noise, _LEAST_NOISE[dtype])
     is_clear = before_KV is None
     if before_KV is not None:
-        before = before_KV[reading.rows, reading.token_ids].astype(np.float64)
-        error_before = float(np.mean(np.abs(before - reading.logprobs)))
-        is_measurable = float(np.mean(np.abs(before - wanted))) > _SMALLEST_CHANGE
+        before = before_KV[rows, tokens].astype(np.float64)
+        error_before = float(np.mean(np.abs(before - served)))
+        is_measurable = float(np.mean(np.abs(before - wanted))) > beyond
         is_clear = is_measurable and error < _CLEARLY_LESS * error_before
-        if is_measurable and error_before < _CLEARLY_LESS * error:
+        if is_measurable and error > beyond and error_before < _CLEARLY_LESS * error:
             raise StaleWeights(
                 f"The server said that it serves {label}, but its logprobs of the canary prompts are those of the "
                 f"weights before (mean |difference| {error_before:.2g} nats to those, {error:.2g} to {label}): the "
                 "update did nothing. No rollout of it was trained on. See the server's log; for vLLM try another "
                 "inference.weight_update."
             )
+    limit = MAX_KL[dtype] / min(1.0, temperature) ** 2
     # NaN is not below either.
-    if not kl < MAX_KL[dtype]:
+    if not kl < limit:
         raise StaleWeights(
             f"The server's logprobs of the canary prompts are not the trainer's at {label}: mean mismatch KL {kl:.3g}, "
-            f"wanted below {MAX_KL[dtype]:g} for {dtype}. It serves other weights, other pixels or other logprobs; "
-            "`latepix doctor` and `latepix parity` show which."
+            f"wanted below {limit:.3g} ({dtype}, temperature {temperature:g}). It serves other weights, other pixels "
+            "or other logprobs; `latepix doctor` and `latepix parity` show which."
         )
-    return Verdict(kl=kl, is_clear=is_clear)
+    return Verdict(kl=kl, error=error, is_clear=is_clear)

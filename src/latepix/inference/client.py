@@ -200,6 +200,8 @@ class InferenceClient:
     async def _request(
         self, prompt: Prompt, sampling: Sampling, routing: Routing, *, seed: int, n: int
     ) -> list[Generation]:
+        # Known now: an update may come while the answer is awaited.
+        version = self.policy_version
         request = GenerateRequest(
             token_ids=list(prompt.token_ids),
             content_parts=[image_part(image.url) for image in prompt.images],
@@ -214,7 +216,7 @@ class InferenceClient:
                 detokenize=False,
             ),
             return_token_ids=True,
-            cache_salt=None if self.policy_version is None else version_label(self.policy_version),
+            cache_salt=None if version is None else version_label(version),
             priority=routing.priority,
             kv_transfer_params=routing.kv_transfer_params,
         )
@@ -231,7 +233,7 @@ class InferenceClient:
         except msgspec.MsgspecError as error:
             raise InferenceError(f"{where} answered something that is not a generate response: {error}.") from error
         _check_pictures(response, prompt, self._placeholder_ids, where)
-        return _check_response(response, n, where, self.policy_version)
+        return _check_response(response, n, where, version)
 
     async def _send_with_retries(self, body: bytes, headers: dict[str, str] | None, where: str) -> tuple[int, bytes]:
         """Send a request, and again if the server failed at it; a request with a seed has the same answer each time."""
@@ -286,7 +288,7 @@ def _check_response(response: GenerateResponse, n: int, where: str, last_version
             token_ids=choice.token_ids,
             logprobs=_check_logprobs(choice, where),
             finish_reason=_check_finish(choice, where),
-            policy_version=_oldest_version(choice, last_version),
+            policy_version=_oldest_version(choice, last_version, where),
             policy_spans=_policy_spans(choice),
             kv_transfer_params=response.kv_transfer_params,
         )
@@ -305,6 +307,8 @@ def _check_finish(choice: Choice, where: str) -> str:
 
 
 def _check_logprobs(choice: Choice, where: str) -> list[float]:
+    if not choice.token_ids:
+        raise InferenceError(f"{where}, answer {choice.index}: no token was sampled. See the server's log.")
     content = (choice.logprobs.content if choice.logprobs else None) or []
     if [entry.id for entry in content] != choice.token_ids:
         raise InferenceError(
@@ -322,7 +326,13 @@ def _policy_spans(choice: Choice) -> tuple[PolicySpan, ...]:
     return tuple(PolicySpan(version, start, end) for version, start, end in spans if version is not None)
 
 
-def _oldest_version(choice: Choice, last_version: int | None) -> int | None:
+def _oldest_version(choice: Choice, last_version: int | None, where: str) -> int | None:
     """Return the oldest version that sampled a token; a server that does not say served what it was last given."""
-    versions = [policy_version_of(span.version) for span in choice.weight_versions or ()]
+    labels = [span.version for span in choice.weight_versions or ()]
+    versions = [policy_version_of(label) for label in labels]
+    if last_version is not None and None in versions:
+        raise InferenceError(
+            f"{where}, answer {choice.index}: sampled from weights {', '.join(labels)}, which this run never gave the "
+            f"server (last: {version_label(last_version)}). It was started anew, or serves another run."
+        )
     return min((version for version in versions if version is not None), default=last_version)

@@ -55,8 +55,8 @@ class ServerControl:
             # The trainer has handed them over already: it has to be in the broadcast itself.
             await self._check_version(path, policy_version)
             return
-        await self._post("/pause?mode=keep")
         try:
+            await self._post("/pause?mode=keep")
             if self._weight_update == "reload_weights":
                 await self._reload(path, label)
             else:
@@ -70,12 +70,19 @@ class ServerControl:
             if isinstance(error, TransportError):
                 # vLLM leaves paths out of its messages.
                 raise TransportError(
-                    f"The server did not take weights {label} from {path}: {error} It goes on with the weights it had.",
+                    f"The server did not take weights {label} from {path}: {error} {self._state_after(error)}",
                     status=error.status,
                 ) from error
             raise
         await self._post("/resume")
         await self._check_version(path, policy_version)
+
+    def _state_after(self, error: TransportError) -> str:
+        if self._weight_update == "safetensors_dir" and error.status is not None:
+            return "It goes on with the weights it had."
+        if error.status is None:
+            return "What it serves now is not known: start it anew (or raise inference.request_timeout_s)."
+        return "What it serves now is not known: start it anew."
 
     async def _check_version(self, path: Path, policy_version: int) -> None:
         served = await self.weight_version()

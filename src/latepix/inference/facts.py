@@ -41,14 +41,14 @@ class TokenizerFacts(msgspec.Struct, frozen=True):
     """A tokenizer.
 
     Attributes:
-        vocab_sha256: see `vocab_sha256`.
-        vocab_size: number of tokens, added ones included.
-        special_ids: special tokens and their ids.
+        vocab_sha256: see `vocab_sha256`; of the vocabulary without added tokens.
+        vocab_size: number of tokens in it.
+        added_ids: added tokens, special or not, and their ids.
     """
 
     vocab_sha256: str
     vocab_size: int
-    special_ids: dict[str, int]
+    added_ids: dict[str, int]
 
 
 class Facts(msgspec.Struct, frozen=True):
@@ -70,6 +70,7 @@ class Facts(msgspec.Struct, frozen=True):
         tokenizer: its facts.
         image_processor: Hugging Face's settings of the image processor.
         mm_limits: pictures of one prompt, by modality.
+        canary_sha256: of the trainer's canary prompts.
     """
 
     engine: str
@@ -87,6 +88,7 @@ class Facts(msgspec.Struct, frozen=True):
     tokenizer: TokenizerFacts | None = None
     image_processor: dict[str, Any] | None = None
     mm_limits: dict[str, int] = {}
+    canary_sha256: str | None = None
 
 
 class Needs(msgspec.Struct, frozen=True):
@@ -135,7 +137,7 @@ def needs_of(config: RunConfig) -> Needs:
     inference = config.inference
     return Needs(
         # No rollout asks for more than the model has positions.
-        max_model_len=min(inference.max_model_len, read_model_info(config.model.path).max_position_embeddings),
+        max_model_len=read_model_info(config.model.path).max_len(inference.max_model_len),
         group_size=config.orchestrator.group_size,
         max_images=config.images.max_per_prompt,
         weight_transfer=None if inference.weight_update == "reload_weights" else inference.weight_update,
@@ -210,7 +212,9 @@ def _compare_models(server: Facts, trainer: Facts) -> list[Difference]:
     found = []
     if server.model_type and server.model_type != trainer.model_type:
         found.append(_fatal("model_type", server.model_type, trainer.model_type, "Serve the model that is trained."))
-    if server.dtype != trainer.dtype:
+    if server.dtype is None:
+        found.append(_unknown("dtype", server.dtype, trainer.dtype))
+    elif server.dtype != trainer.dtype:
         found.append(
             _fatal("dtype", server.dtype, trainer.dtype, "Set model.dtype, or vLLM's --dtype, to the same on both.")
         )
@@ -237,10 +241,13 @@ def _compare_tokenizers(server: TokenizerFacts | None, trainer: TokenizerFacts |
                 remedy,
             )
         )
-    for token in sorted(server.special_ids.keys() | trainer.special_ids.keys()):
-        ids = server.special_ids.get(token), trainer.special_ids.get(token)
-        if ids[0] != ids[1]:
-            found.append(_fatal(f"special token {token}", ids[0], ids[1], remedy))
+    for token in sorted(server.added_ids.keys() | trainer.added_ids.keys()):
+        ids = server.added_ids.get(token), trainer.added_ids.get(token)
+        if None in ids:
+            # Libraries add a token of their own at the end (a padding token, say); we only ever send ids.
+            found.append(_harmless(f"added token {token}", ids[0], ids[1]))
+        elif ids[0] != ids[1]:
+            found.append(_fatal(f"added token {token}", ids[0], ids[1], remedy))
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import io
 import time
 import urllib.error
@@ -119,8 +120,8 @@ def wait_until_healthy(base_url: str, *, timeout_s: float, check: Callable[[], N
                 return
         except urllib.error.HTTPError as error:
             last = f"HTTP {error.code}"
-        except OSError as error:
-            last = str(error)
+        except (OSError, http.client.HTTPException) as error:
+            last = str(error) or type(error).__name__
         time.sleep(_POLL_S)
     raise ProcessFailed(
         f"The inference server at {base_url} did not become healthy within {timeout_s:g} s "

@@ -88,7 +88,7 @@ class LocalEngine:
         self.info = read_model_info(model_path)
         self.adapter = get_adapter(self.info.model_type)
         self.device = device
-        self.max_model_len = min(max_model_len, self.info.max_position_embeddings)
+        self.max_model_len = self.info.max_len(max_model_len)
         self.model: PreTrainedModel = self.adapter.load_model(model_path, dtype=dtype, device=device)
         self._processor = self.adapter.load_processor(model_path)
         self._limits = limits or ImageLimits()

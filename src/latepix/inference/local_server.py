@@ -307,6 +307,44 @@ def build_app(engine_thread: EngineThread, *, served_model_name: str = "policy")
         }
         return _json({"object": "list", "data": [card]})
 
+    async def facts(request: Request) -> Response:
+        return _json(await run_in_threadpool(_facts, engine_thread))
+
+    async def pixels(request: Request) -> Response:
+        body = await _json_body(request)
+        try:
+            prompt = msgspec.convert(
+                {"token_ids": body.get("token_ids"), "content_parts": body.get("content_parts") or []}
+                | {"sampling_params": {"max_tokens": 1}},
+                GenerateRequest,
+            )
+        except msgspec.ValidationError as error:
+            raise BadRequest(f"The body is not a prompt: {error}.") from error
+        prepared = await asyncio.wrap_future(engine_thread.prepare(prompt))
+        return _json(
+            PixelsResponse(
+                prompt_token_ids=prepared.token_ids.tolist(),
+                mm_placeholders=_placed(prepared),
+                images=[_pixels(image) for _, image in prepared.images],
+            )
+        )
+
+    return Starlette(
+        routes=[
+            Route("/health", health),
+            Route("/v1/models", models),
+            Route("/inference/v1/generate", generate, methods=["POST"]),
+            Route("/latepix/facts", facts),
+            Route("/latepix/pixels", pixels, methods=["POST"]),
+            *_weight_routes(engine_thread),
+        ],
+        exception_handlers={LatepixError: _error_response, Exception: _error_response},
+    )
+
+
+def _weight_routes(engine_thread: EngineThread) -> list[Route]:
+    """Build the routes of weight updates."""
+
     async def pause(request: Request) -> Response:
         engine_thread.pause()
         return _json({"status": "paused"})
@@ -348,46 +386,16 @@ def build_app(engine_thread: EngineThread, *, served_model_name: str = "policy")
         engine_thread.weight_version = version
         return _json({"success": True, "new_version": version})
 
-    async def facts(request: Request) -> Response:
-        return _json(await run_in_threadpool(_facts, engine_thread))
-
-    async def pixels(request: Request) -> Response:
-        body = await _json_body(request)
-        try:
-            prompt = msgspec.convert(
-                {"token_ids": body.get("token_ids"), "content_parts": body.get("content_parts") or []}
-                | {"sampling_params": {"max_tokens": 1}},
-                GenerateRequest,
-            )
-        except msgspec.ValidationError as error:
-            raise BadRequest(f"The body is not a prompt: {error}.") from error
-        prepared = await asyncio.wrap_future(engine_thread.prepare(prompt))
-        return _json(
-            PixelsResponse(
-                prompt_token_ids=prepared.token_ids.tolist(),
-                mm_placeholders=_placed(prepared),
-                images=[_pixels(image) for _, image in prepared.images],
-            )
-        )
-
-    return Starlette(
-        routes=[
-            Route("/health", health),
-            Route("/v1/models", models),
-            Route("/weight_info", weight_info),
-            Route("/inference/v1/generate", generate, methods=["POST"]),
-            Route("/pause", pause, methods=["POST"]),
-            Route("/resume", resume, methods=["POST"]),
-            Route("/init_weight_transfer_engine", init_transfer, methods=["POST"]),
-            Route("/start_weight_update", start_update, methods=["POST"]),
-            Route("/update_weights", update_weights, methods=["POST"]),
-            Route("/finish_weight_update", finish_update, methods=["POST"]),
-            Route("/update_weight_version", update_version, methods=["POST"]),
-            Route("/latepix/facts", facts),
-            Route("/latepix/pixels", pixels, methods=["POST"]),
-        ],
-        exception_handlers={LatepixError: _error_response, Exception: _error_response},
-    )
+    return [
+        Route("/weight_info", weight_info),
+        Route("/pause", pause, methods=["POST"]),
+        Route("/resume", resume, methods=["POST"]),
+        Route("/init_weight_transfer_engine", init_transfer, methods=["POST"]),
+        Route("/start_weight_update", start_update, methods=["POST"]),
+        Route("/update_weights", update_weights, methods=["POST"]),
+        Route("/finish_weight_update", finish_update, methods=["POST"]),
+        Route("/update_weight_version", update_version, methods=["POST"]),
+    ]
 
 
 async def _body(request: Request) -> bytes:

@@ -58,7 +58,8 @@ _HINTS = (
         "vLLM does not know an argument: look at inference.vllm.args, and at the vLLM version.",
     ),
     (r"Invalid weight transfer backend", "latepix-vllm is not loaded: install it beside vLLM (make vllm-env)."),
-    (r"(?:ModuleNotFoundError|ImportError):", "vLLM's environment is not complete; install it anew (make vllm-env)."),
+    # At the start only: a cause. vLLM warns of optional packages that it could not import.
+    (r"\A(?:ModuleNotFoundError|ImportError):", "vLLM's environment is not complete; install it anew (make vllm-env)."),
 )
 #: A line that ends a traceback, behind the name of the process where vLLM writes it.
 _CAUSE = re.compile(r"(?:\([^)]*\) )?(?:ERROR [^\]]*\] )?((?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception): \S.*)")
@@ -149,9 +150,11 @@ def vllm_command(config: RunConfig, environment: VllmEnvironment, *, max_model_l
         "--max-num-seqs": str(inference.max_batch_size),
         # Of the distribution that is sampled from: temperature and banned ids applied, as the trainer computes them.
         "--logprobs-mode": "processed_logprobs",
+        # Never a pickle.
+        "--load-format": "safetensors",
         # Sampling defaults of the model folder must not slip in.
         "--generation-config": "vllm",
-        "--limit-mm-per-prompt": json.dumps({"image": config.images.max_per_prompt}),
+        "--limit-mm-per-prompt": json.dumps({"image": config.images.max_per_prompt, "video": 0}),
         "--data-parallel-size": str(inference.vllm.data_parallel_size),
         "--uvicorn-log-level": "warning",
     }
@@ -171,7 +174,10 @@ def vllm_command(config: RunConfig, environment: VllmEnvironment, *, max_model_l
 
 def vllm_environ(config: RunConfig, environment: VllmEnvironment, base: Mapping[str, str]) -> dict[str, str]:
     """Return the environment variables of the command, on top of `base`; the user's own win."""
-    plugins = [name for name in base.get("VLLM_PLUGINS", "").split(",") if name]
+    user = config.inference.vllm.env
+    named = user.get("VLLM_PLUGINS", base.get("VLLM_PLUGINS", "")).split(",")
+    # Once it is set, vLLM loads the plugins that it names and no others: platform plugins have to be named, too.
+    plugins = [name for name in named if name]
     ours = {
         "VLLM_PLUGINS": ",".join(dict.fromkeys([*plugins, PLUGIN])),
         # The weight-update routes exist only so. They ask for no password: see SECURITY in docs/vllm.md.
@@ -185,7 +191,7 @@ def vllm_environ(config: RunConfig, environment: VllmEnvironment, base: Mapping[
     if environment.is_cpu:
         # Measured on two cores: without these, vLLM compiles for minutes and takes half the memory for its cache.
         ours |= {"VLLM_CPU_KVCACHE_SPACE": "1", "TORCHDYNAMO_DISABLE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    return {**base, **ours, **config.inference.vllm.env}
+    return {**base, **ours, **user, "VLLM_PLUGINS": ours["VLLM_PLUGINS"]}
 
 
 def become_vllm(config: RunConfig) -> None:
@@ -198,13 +204,17 @@ def become_vllm(config: RunConfig) -> None:
     environment = find_vllm(inference.vllm.python)
     port = free_port(inference.host, inference.port)
     config = config.model_copy(update={"inference": inference.model_copy(update={"port": port})})
-    positions = read_model_info(config.model.path).max_position_embeddings
-    command = vllm_command(config, environment, max_model_len=min(inference.max_model_len, positions))
+    longest = read_model_info(config.model.path).max_len(inference.max_model_len)
+    command = vllm_command(config, environment, max_model_len=longest)
     environ = vllm_environ(config, environment, os.environ)
     if is_supervised():
         environ["LATEPIX_SUPERVISED"] = "1"
     print(f"vLLM {environment.version}: {shlex.join(command)}", flush=True)
-    os.execve(command[0], command, environ)
+    os.execvpe(command[0], command, environ)
+
+
+def _hint(text: str) -> str:
+    return next((hint for pattern, hint in _HINTS if re.search(pattern, text, re.IGNORECASE)), "")
 
 
 def explain_log(log: str) -> str:
@@ -212,9 +222,9 @@ def explain_log(log: str) -> str:
     lines = [line for line in log.splitlines() if line.strip()]
     if not lines:
         return "it wrote nothing"
-    hint = next((hint for pattern, hint in _HINTS if re.search(pattern, log, re.IGNORECASE)), "")
     causes = [match[1] for line in lines if (match := _CAUSE.match(line))]
     # The first error is the cause; what follows is its way through vLLM's processes.
-    cause = f"{causes[0][-500:]}\n" if causes else ""
+    cause = f"{causes[0][:500]}\n" if causes else ""
+    hint = _hint(cause) or _hint(log)
     tail = "\n".join(f"  | {line[-200:]}" for line in lines[-_NUM_LOG_LINES:])
     return f"{cause}{hint}\nThe last lines of its log:\n{tail}".strip()

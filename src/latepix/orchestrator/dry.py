@@ -247,4 +247,4 @@ def _wire_bytes(trace: Trace, config: RunConfig) -> float | None:
 
 def max_model_len_of(config: RunConfig, info: ModelInfo) -> int:
     """Return the most tokens that a conversation may have: the server's limit, or the model's own if that is lower."""
-    return min(config.inference.max_model_len, info.max_position_embeddings)
+    return info.max_len(config.inference.max_model_len)

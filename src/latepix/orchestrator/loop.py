@@ -37,6 +37,9 @@ from latepix.transport.files import POLL_S
 from latepix.transport.rollouts import BatchFolder
 from latepix.transport.weights import WeightsFolder
 
+#: How the orchestrator's log begins, until the server answers.
+WAITING_FOR_SERVER = "waiting for the inference server"
+
 
 class Orchestrator:
     """Plays rollouts against one server and feeds one trainer."""
@@ -64,9 +67,11 @@ class Orchestrator:
 
     async def run(self) -> None:
         """Run all steps; returns when the last weights were evaluated."""
+        print(f"latepix: {WAITING_FOR_SERVER} at {self.client.base_url}", flush=True)
         wait_until_healthy(self.client.base_url, timeout_s=self.config.inference.startup_timeout_s)
         try:
             await self.server.greet()
+            print("latepix: measuring the reward before training", flush=True)
             await self._final_eval()
             for step in range(self.config.steps):
                 await self._step(step)
@@ -309,7 +314,7 @@ async def _play(
         renderer,
         spec,
         max_images=config.images.max_per_prompt,
-        max_model_len=min(config.inference.max_model_len, renderer.info.max_position_embeddings),
+        max_model_len=renderer.info.max_len(config.inference.max_model_len),
         timeout_s=config.orchestrator.rollout_timeout_s,
     )
 

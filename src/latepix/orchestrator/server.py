@@ -11,8 +11,9 @@ from pathlib import Path
 import numpy as np
 
 from latepix.config.schema import RunConfig
+from latepix.errors import SchemaMismatch
 from latepix.families.model_info import ModelInfo
-from latepix.inference.canary import canary_prompts, judge, read_canary
+from latepix.inference.canary import judge, prompts_of, prompts_sha256, read_canary
 from latepix.inference.client import InferenceClient, Routing
 from latepix.inference.contract import policy_version_of, version_label
 from latepix.inference.control import ServerControl
@@ -48,7 +49,7 @@ class ServedWeights:
 
     Attributes:
         control: the server's routes beside sampling.
-        metrics: of the last update: `canary/kl`, `time/update_weights_s`.
+        metrics: of the last update: `canary/kl`, `time/canary_s`, `time/update_weights_s`.
     """
 
     def __init__(self, config: RunConfig, client: InferenceClient, renderer: MessageRenderer) -> None:
@@ -56,9 +57,11 @@ class ServedWeights:
         self.metrics: dict[str, float] = {}
         self._config = config
         self._client = client
-        self._prompts = canary_prompts(renderer, max_images=config.images.max_per_prompt)
+        self._prompts = prompts_of(config, renderer)
         self._handshake = HandshakeFolder(config.output_dir)
+        self._vocab_size = renderer.info.vocab_size
         self._told_apart: np.ndarray | None = None
+        self._noise = 0.0
 
     async def greet(self) -> None:
         """Compare the server with the trainer, and check that it serves the weights the run starts from.
@@ -68,7 +71,13 @@ class ServedWeights:
             StaleWeights: it serves other weights.
             TransportError: the trainer or the server does not answer.
         """
+        print("latepix: waiting for the trainer", flush=True)
         trainer = self._handshake.receive_facts(timeout_s=self._config.trainer.wait_timeout_s)
+        if trainer.canary_sha256 != prompts_sha256(self._prompts):
+            raise SchemaMismatch(
+                f"The trainer's canary prompts are not the orchestrator's ({trainer.canary_sha256}, wanted "
+                f"{prompts_sha256(self._prompts)}). Start both from the same config, with the same latepix."
+            )
         _, harmless = await self.shake_hands(trainer)
         for difference in harmless:
             print(
@@ -76,6 +85,7 @@ class ServedWeights:
                 "(harmless)",
                 flush=True,
             )
+        print("latepix: checking that the server serves the trainer's weights", flush=True)
         await self._check_canary(0)
 
     async def shake_hands(self, trainer: Facts) -> tuple[Facts, list[Difference]]:
@@ -118,22 +128,37 @@ class ServedWeights:
         await self._check_canary(policy_version)
 
     async def _check_canary(self, policy_version: int) -> None:
-        published = self._handshake.receive_canary(policy_version, timeout_s=self._config.trainer.wait_timeout_s)
+        started = time.monotonic()
+        config = self._config
+        published = self._handshake.receive_canary(
+            policy_version,
+            shape=(len(self._prompts), self._vocab_size),
+            timeout_s=config.trainer.wait_timeout_s,
+        )
         verdicts = []
         # Each rank has weights of its own, and the first ones' updates say nothing about the others'.
-        for rank in range(self._config.inference.vllm.data_parallel_size):
+        for rank in range(config.inference.vllm.data_parallel_size):
             reading = await read_canary(
                 self._client,
                 self._prompts,
-                temperature=self._config.sampling.temperature,
+                temperature=config.sampling.temperature,
                 policy_version=policy_version,
-                routing=routing_of(self._config, rank),
+                num_samples=config.orchestrator.group_size,
+                routing=routing_of(config, rank),
             )
             verdicts.append(
                 judge(
-                    reading, published, self._told_apart, dtype=self._config.model.dtype, policy_version=policy_version
+                    reading,
+                    published,
+                    self._told_apart,
+                    dtype=config.model.dtype,
+                    temperature=config.sampling.temperature,
+                    policy_version=policy_version,
+                    noise=self._noise,
                 )
             )
         self.metrics["canary/kl"] = max(verdict.kl for verdict in verdicts)
+        self.metrics["time/canary_s"] = time.monotonic() - started
         if all(verdict.is_clear for verdict in verdicts):
             self._told_apart = published
+            self._noise = max(self._noise, *(verdict.error for verdict in verdicts))

@@ -45,7 +45,7 @@ class TrainerSide:
 
     def __init__(self, config: RunConfig, info: ModelInfo) -> None:
         self.info = info
-        self.max_tokens = min(config.inference.max_model_len, info.max_position_embeddings)
+        self.max_tokens = info.max_len(config.inference.max_model_len)
         self.patch_size = info.grid.factor // info.merge_size
         self._is_fitted = config.images.fit
         self._max_images = config.images.max_per_prompt

@@ -28,6 +28,8 @@ from latepix.trace.training import MicroBatch
 
 #: One version explains the server's logprobs better than another if its mean KL is below this share of the other's.
 _CLEARLY_LESS = 0.5
+#: ... and the other's is this many times the rounding of the first step, and more than float32 ever showed, nats.
+_BEYOND_NOISE, _LEAST_SHOWN = 10.0, 1e-11
 #: The mean KL grew with the updates if every later step has this many times that of the first, and more than float32
 #: rounding explains, nats. (Observed from rounding alone: 40 times, and 1e-12.)
 _GREW, _ROUNDING = 1000.0, 1e-6
@@ -312,12 +314,16 @@ def num_updates_shown(steps: Sequence[StepAgreement]) -> int:
     Returns:
         At most one less than there are steps: the first has no version before.
     """
-    return sum(_explains(step.agreement.mismatch_kl_mean, step.mismatch_kl_mean_before) for step in steps)
+    noise = _noise_of(steps)
+    return sum(_explains(step.agreement.mismatch_kl_mean, step.mismatch_kl_mean_before, noise) for step in steps)
 
 
 def stale_steps(steps: Sequence[StepAgreement]) -> list[int]:
     """Return the steps in which the server clearly serves the version before the newest."""
-    return [step.step for step in steps if _explains(step.mismatch_kl_mean_before, step.agreement.mismatch_kl_mean)]
+    noise = _noise_of(steps)
+    return [
+        step.step for step in steps if _explains(step.mismatch_kl_mean_before, step.agreement.mismatch_kl_mean, noise)
+    ]
 
 
 def is_partly_updated(steps: Sequence[StepAgreement]) -> bool:
@@ -328,9 +334,17 @@ def is_partly_updated(steps: Sequence[StepAgreement]) -> bool:
     return min(later) > max(_ROUNDING, _GREW * first)
 
 
-def _explains(kl: float | None, other_kl: float | None) -> bool:
+def _noise_of(steps: Sequence[StepAgreement]) -> float:
+    """Return what rounding does: the mean KL of the first step, which no update came before, nats."""
+    first = steps[0].agreement.mismatch_kl_mean if steps else None
+    return first if first is not None and np.isfinite(first) else 0.0
+
+
+def _explains(kl: float | None, other_kl: float | None, noise: float) -> bool:
     """Say whether a version with mean KL `kl` explains the server's logprobs clearly better than another."""
-    return kl is not None and other_kl is not None and kl < _CLEARLY_LESS * other_kl
+    if kl is None or other_kl is None:
+        return False
+    return kl < _CLEARLY_LESS * other_kl and other_kl > max(_LEAST_SHOWN, _BEYOND_NOISE * noise)
 
 
 def verdict(steps: Sequence[StepAgreement], tables: Tables, *, max_kl: float) -> str:

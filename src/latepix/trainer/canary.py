@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
-from latepix.inference.canary import canary_prompts
 from latepix.inference.client import Prompt
-from latepix.inference.render import MessageRenderer
 from latepix.trace.refs import MMRefs, expand_placeholders
 from latepix.trace.training import TrainingSample, pack_samples
 from latepix.trainer.forward import next_token_logprobs
@@ -20,14 +20,13 @@ class Canary:
 
     Args:
         train_step: holds the model.
+        prompts: K prompts.
         temperature: of the run's sampling.
-        max_images: pictures that the server takes in one prompt; None: any number.
     """
 
-    def __init__(self, train_step: TrainStep, *, temperature: float, max_images: int | None = None) -> None:
+    def __init__(self, train_step: TrainStep, prompts: Sequence[Prompt], *, temperature: float) -> None:
         self._train_step = train_step
         info, adapter = train_step.info, train_step.adapter
-        prompts = canary_prompts(MessageRenderer(info), max_images=max_images)
         self._micro_batch = pack_samples([_sample(prompt, train_step, temperature) for prompt in prompts])
         processor = adapter.load_processor(info.path)
         self._mm_inputs = materialize_mm_refs(self._micro_batch.mm_refs, adapter, processor)

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from latepix.config.schema import RunConfig
 from latepix.errors import StaleWeights
 from latepix.families.facts import local_facts
+from latepix.inference.canary import prompts_of, prompts_sha256
+from latepix.inference.render import MessageRenderer
 from latepix.metrics import MetricsWriter, peak_rss_bytes
 from latepix.trace.training import Batch
 from latepix.trainer.canary import Canary
@@ -27,6 +29,7 @@ def run_trainer(config: RunConfig) -> None:
     """
     weights = WeightsFolder(config.output_dir)
     weights.check_unused()
+    HandshakeFolder(config.output_dir).clear()
     train_step = TrainStep(
         config.model, config.trainer, loss=policy_gradient_of(config.trainer.loss), total_steps=config.steps
     )
@@ -51,9 +54,9 @@ class _Publisher:
         self._train_step = train_step
         self._weights = weights
         self._handshake = HandshakeFolder(config.output_dir)
-        self._canary = Canary(
-            train_step, temperature=config.sampling.temperature, max_images=config.images.max_per_prompt
-        )
+        prompts = prompts_of(config, MessageRenderer(train_step.info))
+        self._prompts_sha256 = prompts_sha256(prompts)
+        self._canary = Canary(train_step, prompts, temperature=config.sampling.temperature)
         self._broadcast: Callable[[int], None] | None = None
         if config.inference.weight_update == "nccl":
             self._broadcast = NcclSender(train_step.model, train_step.adapter, config.inference.base_url).send
@@ -62,7 +65,9 @@ class _Publisher:
         """Say how this trainer is set up, and what its starting weights answer."""
         self._handshake.publish_canary(0, self._canary.logprobs())
         model = self._config.model
-        self._handshake.publish_facts(local_facts(model.path, engine="trainer", dtype=model.dtype))
+        self._handshake.publish_facts(
+            local_facts(model.path, engine="trainer", dtype=model.dtype, canary_sha256=self._prompts_sha256)
+        )
 
     def publish(self, policy_version: int) -> None:
         """Show the current weights as a version; whoever sees it finds its canary."""

@@ -7,9 +7,11 @@ same time. The folder of the version is then published empty, as the sign that t
 
 from __future__ import annotations
 
+import contextlib
+import http.client
 import json
 import socket
-import urllib.error
+import urllib.parse
 import urllib.request
 from collections.abc import Iterator
 from typing import Any
@@ -57,7 +59,7 @@ class NcclSender:
                 yield from ((name, tensor.contiguous()) for name, tensor in adapter.hub_state_dict(model).items())
 
         self._routes = _Routes(base_url)
-        host, port = _free_address()
+        host, port = _free_address(base_url)
         self._engine = WeightTransferTrainerFactory.trainer_init(
             NCCLTrainerInitInfo(
                 master_address=host, master_port=port, world_size=1 + self._routes.world_size(), rank=0
@@ -73,11 +75,15 @@ class NcclSender:
             TransportError: the server refused.
         """
         self._routes.label = version_label(policy_version)
-        self._routes.post("/pause?mode=keep")
         try:
+            self._routes.post("/pause?mode=keep")
             self._engine.send_weights()
-        finally:
-            self._routes.post("/resume")
+        except BaseException:
+            # A server that refuses to go on as well must not hide why the update failed.
+            with contextlib.suppress(TransportError):
+                self._routes.post("/resume")
+            raise
+        self._routes.post("/resume")
 
 
 class _Routes:
@@ -118,12 +124,17 @@ class _Routes:
         try:
             with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=_TIMEOUT_S) as got:
                 return got.read()
-        except (urllib.error.URLError, OSError) as error:
+        except (OSError, http.client.HTTPException) as error:
             raise TransportError(f"{request.full_url} failed: {error}.") from error
 
 
-def _free_address() -> tuple[str, int]:
-    """Return an address of this machine that other machines reach, and a free port on it."""
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return socket.gethostbyname(socket.gethostname()), probe.getsockname()[1]
+def _free_address(base_url: str) -> tuple[str, int]:
+    """Return the address of this machine that the server's machine sees, and a free port on it."""
+    server = urllib.parse.urlsplit(base_url)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        # Sends nothing: it only asks which of our addresses would be used.
+        probe.connect((server.hostname or "127.0.0.1", server.port or 80))
+        host = probe.getsockname()[0]
+    with socket.socket() as listener:
+        listener.bind((host, 0))
+        return host, listener.getsockname()[1]

@@ -6,6 +6,8 @@ A model in bfloat16 is stepped through float32 copies of its weights: in bfloat1
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import nn
 
@@ -38,9 +40,16 @@ class Optimizer:
             parameter if parameter.dtype == torch.float32 else nn.Parameter(parameter.detach().float())
             for parameter in self._parameters
         ]
+        for parameter, master in self._copies():
+            parameter.register_post_accumulate_grad_hook(functools.partial(_hand_over, master))
         self._adamw = torch.optim.AdamW(
             self._masters, lr=config.lr, betas=config.betas, weight_decay=config.weight_decay, fused=True
         )
+
+    def clear(self) -> None:
+        """Forget gradients: a step that was refused half-way leaves some behind."""
+        for tensor in (*self._parameters, *self._masters):
+            tensor.grad = None
 
     def step(self, step: int) -> dict[str, float]:
         """Clip the gradients, take a step, clear the gradients.
@@ -48,7 +57,6 @@ class Optimizer:
         Raises:
             NonFiniteLoss: the gradient is NaN or infinite, and the weights unchanged; or the step made them so.
         """
-        self._hand_gradients_over()
         norm = torch.nn.utils.clip_grad_norm_(self._masters, self._config.max_grad_norm)
         if not torch.isfinite(norm):
             raise NonFiniteLoss(
@@ -80,7 +88,10 @@ class Optimizer:
         pairs = zip(self._parameters, self._masters, strict=True)
         return [(parameter, master) for parameter, master in pairs if master is not parameter]
 
-    def _hand_gradients_over(self) -> None:
-        for parameter, master in self._copies():
-            master.grad = None if parameter.grad is None else parameter.grad.float()
-            parameter.grad = None
+
+def _hand_over(master: nn.Parameter, parameter: torch.Tensor) -> None:
+    """Add a gradient that was just made to the master's: summed in bfloat16, micro batches would lose digits."""
+    gradient = parameter.grad
+    if gradient is not None:
+        master.grad = gradient.float() if master.grad is None else master.grad.add_(gradient)
+        parameter.grad = None

@@ -72,8 +72,7 @@ class TrainStep:
         """
         if batch.num_loss_tokens == 0:
             return StepMetrics(values={"train/skipped": 1.0})
-        # A step that was refused half-way leaves gradients behind.
-        self.model.zero_grad(set_to_none=True)
+        self._optimizer.clear()
         started = time.monotonic()
         processed, busy = self.materializer.num_processed, self.materializer.busy_s
         hits = self.materializer.num_hits

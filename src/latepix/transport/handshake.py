@@ -26,6 +26,11 @@ class HandshakeFolder:
         for folder in (self._facts.parent, self._canary):
             folder.mkdir(parents=True, exist_ok=True)
 
+    def clear(self) -> None:
+        """Remove what an earlier trainer said here: whoever comes first must not take it for this one's."""
+        self._facts.unlink(missing_ok=True)
+        self.prune(keep_from=1 << 62)
+
     def publish_facts(self, facts: Facts) -> None:
         """Show how the trainer is set up.
 
@@ -59,20 +64,30 @@ class HandshakeFolder:
         np.save(buffer, logprobs_KV.astype(np.float32), allow_pickle=False)
         write_bytes(self._canary_path(policy_version), buffer.getvalue())
 
-    def receive_canary(self, policy_version: int, *, timeout_s: float) -> np.ndarray:
+    def receive_canary(self, policy_version: int, *, shape: tuple[int, int], timeout_s: float) -> np.ndarray:
         """Wait for the [K, V] float32 log-probabilities of a version.
 
+        Args:
+            policy_version: whose.
+            shape: (K, V) that it must have.
+            timeout_s: seconds until it is given up.
         Raises:
             TransportError: they did not come in time.
-            SchemaMismatch: the file is damaged.
+            SchemaMismatch: the file is damaged, or of another shape.
         """
         path = self._canary_path(policy_version)
         data = wait_for(lambda: _read(path), what=f"the trainer's canary ({path})", timeout_s=timeout_s)
         try:
             # Not `np.load`, which takes archives, too.
-            return np.lib.format.read_array(io.BytesIO(data), allow_pickle=False)
+            logprobs_KV = np.lib.format.read_array(io.BytesIO(data), allow_pickle=False)
         except ValueError as error:
             raise SchemaMismatch(f"{path} is not an array of numbers: {error}.") from error
+        if logprobs_KV.shape != shape:
+            raise SchemaMismatch(
+                f"{path} has shape {logprobs_KV.shape}, wanted {shape}. Start trainer and orchestrator from the same "
+                "config, with the same latepix."
+            )
+        return logprobs_KV
 
     def prune(self, *, keep_from: int) -> None:
         """Remove the canaries of versions older than `keep_from`."""

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+import time
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any, TypeVar
 
@@ -366,3 +368,57 @@ def test_a_placeholder_that_the_server_left_without_a_picture_is_refused(server:
     prompt = Prompt(token_ids=(5, IMAGE_ID, 6))
     with pytest.raises(InferenceError, match="2 picture tokens, but the ranges of its 0 pictures cover 0"):
         generate(server.url, (prompt, sampling()))
+
+
+def unlabelled(body: dict[str, Any]) -> dict[str, Any]:
+    answer = respond(body)
+    del answer["choices"][0]["weight_versions"]
+    return answer
+
+
+def test_an_answer_without_a_version_has_that_of_the_time_it_was_asked_for(server: ScriptedServer) -> None:
+    asked = threading.Event()
+
+    def answer(method: str, path: str, body: Any) -> tuple[int, Any]:
+        asked.set()
+        time.sleep(0.1)
+        return 200, unlabelled(body)
+
+    server.answer = answer
+
+    async def use(client: InferenceClient) -> Generation:
+        client.policy_version = 4
+        flying = asyncio.create_task(client.generate(PROMPT, sampling()))
+        await asyncio.to_thread(asked.wait)
+        client.policy_version = 5
+        return await flying
+
+    assert with_client(server.url, use).policy_version == 4
+
+
+@pytest.mark.parametrize("label", ["default", "other-run-3"])
+def test_a_server_that_was_started_anew_is_found_out(server: ScriptedServer, label: str) -> None:
+    def answer(method: str, path: str, body: Any) -> tuple[int, Any]:
+        changed = respond(body)
+        changed["choices"][0]["weight_versions"] = [{"version": label, "start": 0, "end": 2}]
+        return 200, changed
+
+    server.answer = answer
+
+    async def use(client: InferenceClient) -> Generation:
+        client.policy_version = 4
+        return await client.generate(PROMPT, sampling())
+
+    with pytest.raises(InferenceError, match=rf"sampled from weights {label}, which this run never gave .*step-4"):
+        with_client(server.url, use)
+
+
+def test_an_answer_without_tokens_is_refused(server: ScriptedServer) -> None:
+    def answer(method: str, path: str, body: Any) -> tuple[int, Any]:
+        empty = respond(body)
+        empty["choices"][0] |= {"token_ids": [], "logprobs": {"content": []}}
+        return 200, empty
+
+    server.answer = answer
+    with pytest.raises(InferenceError, match="no token was sampled"):
+        generate(server.url, (PROMPT, sampling()))

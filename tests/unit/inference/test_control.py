@@ -116,8 +116,33 @@ def test_a_server_without_the_routes_is_told_which_variable_is_missing(server: S
 
 def test_weights_for_a_server_that_is_down_are_a_transport_error() -> None:
     url = closed_url()
-    with pytest.raises(TransportError, match=rf"^{url}/pause\?mode=keep did not answer \(ClientConnectorError"):
+    wanted = (
+        rf"from {FOLDER}: {url}/pause\?mode=keep did not answer .* What it serves now is not known: start it anew \(or"
+    )
+    with pytest.raises(TransportError, match=wanted):
         update(url)
+
+
+@pytest.mark.parametrize(
+    ("weight_update", "what"),
+    [("safetensors_dir", "It goes on with the weights it had."), ("reload_weights", "What it serves now is not known")],
+)
+def test_a_refused_update_says_what_is_served_now(
+    server: ScriptedServer, weight_update: WeightUpdate, what: str
+) -> None:
+    server.answer = weight_server(
+        refuses="/update_weights" if weight_update == "safetensors_dir" else "/collective_rpc"
+    )
+    with pytest.raises(TransportError) as caught:
+        update(server.url, weight_update=weight_update)
+    assert what in str(caught.value)
+
+
+def test_a_pause_that_fails_is_followed_by_going_on(server: ScriptedServer) -> None:
+    server.answer = weight_server(refuses="/pause?mode=keep")
+    with pytest.raises(TransportError, match="no such folder"):
+        update(server.url)
+    assert server.routes == ["POST /pause?mode=keep", "POST /resume"]
 
 
 @pytest.mark.parametrize("ask", [ServerControl.weight_version, ServerControl.peak_rss_bytes, ServerControl.facts])

@@ -1,5 +1,9 @@
 from __future__ import annotations
 
+import contextlib
+import socket
+import threading
+
 import pytest
 
 from latepix.errors import ProcessFailed
@@ -80,3 +84,20 @@ def test_waiting_goes_past_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NO_PROXY", raising=False)
     with scripted_server(lambda method, path, body: (200, {})) as server:
         wait_until_healthy(server.url, timeout_s=2)
+
+
+def test_a_port_where_something_else_answers_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def babble() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    connection, _ = listener.accept()
+                    with connection:
+                        connection.recv(1024)
+                        connection.sendall(b"SSH-2.0-something\r\n")
+
+        threading.Thread(target=babble, daemon=True).start()
+        with pytest.raises(ProcessFailed, match=r"did not become healthy .*last: SSH-2\.0-something"):
+            wait_until_healthy(f"http://127.0.0.1:{listener.getsockname()[1]}", timeout_s=0.3)
+        listener.shutdown(socket.SHUT_RDWR)

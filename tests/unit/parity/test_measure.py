@@ -21,6 +21,7 @@ from latepix.parity.measure import (
     is_passed,
     join_records,
     num_updates_shown,
+    stale_steps,
     tables_of,
     token_records,
     turn_numbers,
@@ -261,6 +262,26 @@ def test_an_update_shows_where_the_version_before_fits_worse(records: TokenRecor
     assert num_updates_shown(steps_of(records, FIRST, (math.nan, 1e-3))) == 0
     assert num_updates_shown(steps_of(records, FIRST)) == 0
     assert "after 1 of 1" in to_markdown(report_of(steps_of(records, FIRST, ARRIVED), records))
+
+
+@pytest.mark.parametrize(
+    ("first", "better", "worse", "counts"),
+    [
+        # Ten times the rounding of the first step, and what float32 showed by itself.
+        (1e-9, 1e-9, 1.1e-8, True),
+        (1e-9, 1e-9, 0.9e-8, False),
+        (1e-14, 1e-13, 1.1e-11, True),
+        (1e-14, 1e-13, 0.9e-11, False),
+        (math.nan, 1e-13, 1.1e-11, True),
+        (1e-9, 0.6e-3, 1e-3, False),
+    ],
+)
+def test_only_more_than_rounding_tells_two_versions_apart(
+    records: TokenRecords, first: float, better: float, worse: float, counts: bool
+) -> None:
+    arrived, lost = (steps_of(records, (first, None), pair) for pair in ((better, worse), (worse, better)))
+    assert (num_updates_shown(arrived), stale_steps(arrived)) == (int(counts), [])
+    assert (num_updates_shown(lost), stale_steps(lost)) == (0, [1] * counts)
 
 
 def test_updates_that_do_not_show_or_arrive_in_part_are_told(records: TokenRecords) -> None:

@@ -73,3 +73,84 @@ def test_a_gradient_that_is_not_finite_is_refused(value: float) -> None:
     with pytest.raises(NonFiniteLoss, match=r"Step 7: the gradient's norm is (nan|inf).*trainer\.optim\.lr"):
         optimizer.step(7)
     assert torch.equal(model.weight, before)
+
+
+def test_a_float32_model_has_no_copies() -> None:
+    model = make_model()
+    assert Optimizer(model, OptimConfig(), total_steps=1)._masters[0] is model.weight
+
+
+def pull(model: nn.Linear, gradient: torch.Tensor) -> None:
+    """Let a backward pass give the weight this gradient."""
+    (model.weight * gradient.to(model.weight.dtype)).sum().backward()
+
+
+def test_gradients_of_bfloat16_backward_passes_are_summed_in_float32() -> None:
+    model = nn.Linear(3, 2, bias=False, dtype=torch.bfloat16)
+    optimizer = Optimizer(model, OptimConfig(), total_steps=1)
+    for _ in range(1000):
+        pull(model, torch.ones(2, 3))
+    # In bfloat16 the sum stops at 256: the next one would be 257, which has too many digits.
+    torch.testing.assert_close(optimizer._masters[0].grad, torch.full((2, 3), 1000.0))
+    assert model.weight.grad is None
+    optimizer.clear()
+    assert optimizer._masters[0].grad is None
+
+
+def test_updates_too_small_for_bfloat16_add_up() -> None:
+    model = nn.Linear(3, 2, bias=False, dtype=torch.bfloat16)
+    with torch.no_grad():
+        model.weight.fill_(1.0)
+    optimizer = Optimizer(model, OptimConfig(lr=1e-4), total_steps=1000)
+    # Neighbours of 1 in bfloat16 lie 2^-8 below and 2^-7 above: a step of 1e-4 is rounded away, 100 are not.
+    assert torch.equal(model.weight + 1e-4, model.weight)
+    for step in range(100):
+        pull(model, torch.full((2, 3), -1.0))
+        optimizer.step(step)
+    torch.testing.assert_close(model.weight.float(), torch.full((2, 3), 1 + 2**-7))
+
+
+def test_a_bfloat16_model_is_the_rounded_float32_one() -> None:
+    exact, rounded = make_model(), make_model().to(torch.bfloat16)
+    config = OptimConfig(lr=3e-3, weight_decay=0.1, max_grad_norm=1.0, warmup_steps=3)
+    optimizers = [Optimizer(model, config, total_steps=20) for model in (exact, rounded)]
+    generator = torch.Generator().manual_seed(0)
+    for step in range(20):
+        gradient = torch.randn(2, 3, generator=generator).bfloat16()
+        pull(exact, gradient)
+        pull(rounded, gradient)
+        one, other = (optimizer.step(step) for optimizer in optimizers)
+        assert one == other
+        assert torch.equal(rounded.weight, exact.weight.bfloat16())
+    assert not torch.equal(exact.weight, exact.weight.bfloat16().float())
+    assert rounded.weight.dtype == torch.bfloat16
+    assert rounded.weight.grad is None
+
+
+def test_a_parameter_without_a_gradient_stays_beside_one_that_moves() -> None:
+    model = nn.Linear(3, 2, bias=True, dtype=torch.bfloat16)
+    optimizer = Optimizer(model, OptimConfig(lr=1.0), total_steps=10)
+    weight, bias = model.weight.detach().clone(), model.bias.detach().clone()
+    pull(model, torch.ones(2, 3))
+    optimizer.step(0)
+    assert torch.equal(model.bias, bias)
+    assert not torch.equal(model.weight, weight)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_refused_step_leaves_a_bfloat16_model_and_its_next_step_alone(value: float) -> None:
+    model, untouched = make_model().to(torch.bfloat16), make_model().to(torch.bfloat16)
+    optimizers = [Optimizer(one, OptimConfig(lr=0.1), total_steps=10) for one in (model, untouched)]
+    before = model.weight.detach().clone()
+    gradient = torch.ones(2, 3)
+    gradient[1, 2] = value
+    pull(model, gradient)
+    with pytest.raises(NonFiniteLoss, match="Step 0: the gradient's norm is"):
+        optimizers[0].step(0)
+    assert torch.equal(model.weight, before)
+    for one, optimizer in zip((model, untouched), optimizers, strict=True):
+        optimizer.clear()
+        pull(one, torch.ones(2, 3))
+        optimizer.step(0)
+    assert torch.equal(model.weight, untouched.weight)
+    assert not torch.equal(model.weight, before)

@@ -49,14 +49,14 @@ def test_half_a_surrogate_pair_can_be_hashed() -> None:
     assert vocab_sha256({"\ud83d": 0}) == hashlib.sha256(b"0\t\xed\xa0\xbd\n").hexdigest()
 
 
-def test_only_special_tokens_are_listed() -> None:
+def test_added_tokens_are_listed_and_no_part_of_the_vocabulary() -> None:
     tokenizer = SimpleNamespace(
         get_vocab=lambda: {"a": 0, "<|im_end|>": 1, "<tool>": 2},
         added_tokens_decoder={2: token("<tool>", special=False), 1: token("<|im_end|>", special=True)},
     )
     facts = tokenizer_facts(tokenizer)
-    assert facts["special_ids"] == {"<|im_end|>": 1}
-    assert facts["vocab_size"] == 3
+    assert facts["added_ids"] == {"<|im_end|>": 1, "<tool>": 2}
+    assert (facts["vocab_size"], facts["vocab_sha256"]) == (1, vocab_sha256({"a": 0}))
 
 
 def test_a_processor_becomes_json() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import multiprocessing
 import subprocess
 import sys
 import tomllib
@@ -65,12 +66,51 @@ class FakeFactory:
         self._registry[name] = (module, class_name)
 
 
-def test_registering_twice_registers_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def make_runner_class() -> Any:
+    """Build a class like vLLM's CPU model runner: it has the two methods that are mended."""
+
+    class Runner:
+        def _sample(self) -> None:
+            """Sample."""
+
+        def _bookkeeping_sync(self) -> None:
+            """Keep books."""
+
+    return Runner
+
+
+@pytest.fixture
+def factory(monkeypatch: pytest.MonkeyPatch) -> FakeFactory:
+    """Return the factory of a vLLM that runs its models on a GPU."""
     factory = FakeFactory()
     monkeypatch.setattr(compat, "weight_transfer_factory", lambda: factory)
+    monkeypatch.setattr(compat, "is_cpu", lambda: False)
+    return factory
+
+
+def play_cpu(monkeypatch: pytest.MonkeyPatch, *, is_child: bool) -> Any:
+    """Play a vLLM that runs its models on a CPU; returns the class of its model runner."""
+    runner_class = make_runner_class()
+    monkeypatch.setattr(compat, "is_cpu", lambda: True)
+    monkeypatch.setattr(compat, "cpu_model_runner", lambda: runner_class)
+    monkeypatch.setattr(multiprocessing, "parent_process", lambda: object() if is_child else None)
+    return runner_class
+
+
+def test_registering_twice_registers_once(factory: FakeFactory) -> None:
     latepix_vllm.register()
     latepix_vllm.register()
     assert factory._registry == {"safetensors_dir": ("latepix_vllm.weights", "SafetensorsDirEngine")}
+
+
+@pytest.mark.parametrize("is_child", [True, False])
+def test_only_processes_that_run_a_model_on_a_cpu_are_mended(
+    factory: FakeFactory, monkeypatch: pytest.MonkeyPatch, is_child: bool
+) -> None:
+    runner_class = play_cpu(monkeypatch, is_child=is_child)
+    sample = runner_class._sample
+    latepix_vllm.register()
+    assert (runner_class._sample is not sample) is is_child
 
 
 def test_an_unknown_vllm_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
