@@ -53,7 +53,8 @@ def new_run_folder(path: Path) -> Generator[Path]:
 
 def _clear_refused(path: Path) -> None:
     """Remove what a run left that was refused before it measured anything, so that it can be tried again there."""
-    HandshakeFolder(path).clear()
+    if (path / "handshake").exists():
+        HandshakeFolder(path).clear()
     for name in ("summary.json", "report.html"):
         (path / name).unlink(missing_ok=True)
 

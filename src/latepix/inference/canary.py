@@ -38,8 +38,9 @@ _NUM_SAMPLES = 8
 #: Largest mean mismatch KL in nats at temperature 1, by dtype: what rounding explains (measured: 5e-9 and 2e-3), with
 #: room. Differences of logits count 1 / temperature times in logprobs, and squared in KL.
 MAX_KL = {"float32": 1e-6, "bfloat16": 0.015}
-#: Mean |log-probability difference| that rounding explains at the least, nats, by dtype.
-_LEAST_NOISE = {"float32": 1e-6, "bfloat16": 1e-3}
+#: Mean |log-probability difference| that rounding explains at the least, nats, by dtype. In bfloat16 a peaked policy
+#: gives a handful of tokens with hardly any rounding, and then one with a lot: measured noise alone is too small.
+_LEAST_NOISE = {"float32": 1e-6, "bfloat16": 2e-2}
 #: A difference is more than rounding if it is that many times the rounding seen so far.
 _BEYOND_NOISE = 3.0
 #: A version explains the logprobs better if its mean error is below this share of the other's.

@@ -224,7 +224,7 @@ def explain_log(log: str) -> str:
         return "it wrote nothing"
     causes = [match[1] for line in lines if (match := _CAUSE.match(line))]
     # The first error is the cause; what follows is its way through vLLM's processes.
-    cause = f"{causes[0][:500]}\n" if causes else ""
+    cause = causes[0][:500] if causes else ""
     hint = _hint(cause) or _hint(log)
     tail = "\n".join(f"  | {line[-200:]}" for line in lines[-_NUM_LOG_LINES:])
-    return f"{cause}{hint}\nThe last lines of its log:\n{tail}".strip()
+    return "\n".join(part for part in (cause, hint, "The last lines of its log:", tail) if part)

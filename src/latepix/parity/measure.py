@@ -406,7 +406,8 @@ def _what_to_look_at(
             "Numbers that are not finite come from the trainer's logprobs, or from a token that it gives no "
             "probability at all: compare the ids that are banned on both sides."
         )
-    stale = stale_steps(failed)
+    # Of all steps: the first one, which tells what rounding does, may have passed.
+    stale = sorted(set(stale_steps(steps)) & {step.step for step in failed})
     if stale:
         return (
             f"In step {_listed(stale)} the server's logprobs are those of the weights one version before: the update "

@@ -18,6 +18,8 @@ from latepix.report.numbers import Unit, format_power, format_value
 #: Longer series are averaged down to this many points per curve.
 MAX_POINTS = 600
 _SIZE = 1000.0
+#: Spans below it have no ticks: their quarters and logarithms leave floating point.
+_TINY = 1e-300
 
 
 class LineSpec(msgspec.Struct, frozen=True):
@@ -275,8 +277,8 @@ class _Axis(msgspec.Struct, frozen=True):
             low, high = 0.0, 1.0
         elif scale in ("unit", "zero", "stacked"):
             low, high = min(low, 0.0), max(high, 0.0)
-        if high - low <= 1e-12 * max(abs(low), abs(high)):
-            pad = abs(low) * 0.1 or 1.0
+        if high - low <= max(_TINY, 1e-12 * max(abs(low), abs(high))):
+            pad = abs(low) * 0.1 if abs(low) > _TINY else 1.0
             low, high = (low, high + pad) if low == 0 else (low - pad, high + pad)
         step = _nice_step((high - low) / 4)
         low, high = math.floor(low / step + 1e-9) * step, math.ceil(high / step - 1e-9) * step

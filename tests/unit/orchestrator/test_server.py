@@ -332,6 +332,24 @@ def test_a_server_that_keeps_its_weights_over_tiny_steps_is_found_out(
     assert 1 <= len(passed) < 10
 
 
+def test_a_step_as_small_as_the_rounding_that_was_measured_passes(
+    renderer: MessageRenderer, server: ScriptedServer, trainer: HandshakeFolder, played: PlayedServer, tmp_path: Path
+) -> None:
+    played.served = make_logprobs(renderer.info, by=3e-4)
+
+    async def use(weights: ServedWeights, client: InferenceClient) -> None:
+        await weights.greet()
+        # Closer to the version before, but by less than three times what they differed in at the start.
+        played.is_stuck = True
+        trainer.publish_canary(1, make_logprobs(renderer.info, by=-4e-4))
+        await weights.update(Path("/w"), 1)
+        trainer.publish_canary(2, make_logprobs(renderer.info, by=-1.5e-3))
+        with pytest.raises(StaleWeights, match="the update did nothing"):
+            await weights.update(Path("/w"), 2)
+
+    with_weights(make_config(renderer.info.path, tmp_path, url=server.url), renderer, use)
+
+
 def test_weights_whose_canary_never_comes_are_named(
     renderer: MessageRenderer, server: ScriptedServer, trainer: HandshakeFolder, played: PlayedServer, tmp_path: Path
 ) -> None:

@@ -307,6 +307,12 @@ def test_a_server_at_the_version_before_fails_however_small_the_kl(records: Toke
     assert "the update did nothing" in said
 
 
+def test_a_server_at_the_version_before_is_told_where_the_kl_is_large_too(records: TokenRecords) -> None:
+    stale = ((1.8e-2, 3e-14), (5.9e-3, 3e-14))
+    said = verdict(steps_of(records, (3.7e-14, None), *stale), tables_of(records), max_kl=1e-6)
+    assert "In step 1, 2 the server's logprobs are those of the weights one version before" in said
+
+
 # --- the report ---------------------------------------------------------------------------------------------------
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from latepix.report.charts import CHARTS, ChartSpec, LineSpec, draw_chart, moving_mean, thin
@@ -69,6 +69,8 @@ def test_held_out_reward_is_points_on_the_training_chart() -> None:
 
 @pytest.mark.parametrize("scale", ["linear", "zero", "unit", "log", "stacked"])
 @given(values=st.lists(FINITE, min_size=1, max_size=30))
+@example(values=[5e-324])
+@example(values=[0.0, -5e-324])
 def test_curves_stay_inside_the_plot(scale: str, values: list[float]) -> None:
     chart = draw_chart(_spec(scale=scale), {"a": _series(*values)})
     assert chart is not None

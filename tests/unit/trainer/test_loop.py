@@ -1,12 +1,17 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import msgspec
+import numpy as np
 import pytest
 
-from latepix.errors import StaleWeights
+from latepix.config.schema import RunConfig
+from latepix.errors import StaleWeights, TransportError
 from latepix.orchestrator.batch import prepare_batch
 from latepix.trace.training import Batch
-from latepix.trainer.loop import _check_versions
+from latepix.trainer.loop import _check_versions, run_trainer
+from latepix.transport.handshake import HandshakeFolder
 from tests.tiny.traces import make_sample
 
 
@@ -24,3 +29,12 @@ def test_weights_within_the_bound_are_taken(versions: tuple[int, ...], off_polic
 def test_other_weights_stop_the_step(version: int, off_policy: int) -> None:
     with pytest.raises(StaleWeights, match=rf"^Step 4, trace .*: sampled by policy version {version}, wanted "):
         _check_versions(make_batch(4, version, step=4), off_policy)
+
+
+def test_what_an_earlier_trainer_said_is_gone_once_this_one_speaks(tiny_model: Path, tmp_path: Path) -> None:
+    HandshakeFolder(tmp_path).publish_canary(7, np.zeros((1, 1)))
+    settings = {"output_dir": tmp_path, "model": {"path": tiny_model}, "trainer": {"wait_timeout_s": 0.05}}
+    with pytest.raises(TransportError, match="in vain"):
+        run_trainer(RunConfig.model_validate(settings))
+    assert [path.name for path in (tmp_path / "canary").iterdir()] == ["step_000000.npy"]
+    assert HandshakeFolder(tmp_path).receive_facts(timeout_s=1).engine == "trainer"
