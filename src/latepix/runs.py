@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import shutil
 from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
@@ -55,7 +56,8 @@ def _clear_refused(path: Path) -> None:
     """Remove what a run left that was refused before it measured anything, so that it can be tried again there."""
     if (path / "handshake").exists():
         HandshakeFolder(path).clear()
-    for name in ("summary.json", "report.html"):
+    shutil.rmtree(path / "traces", ignore_errors=True)
+    for name in ("quarantine.jsonl", "summary.json", "report.html"):
         (path / name).unlink(missing_ok=True)
 
 

@@ -49,11 +49,11 @@ def test_a_run_that_was_refused_at_its_start_can_be_tried_again_in_its_folder(tm
     for path in ("handshake/trainer.json", "canary/step_000000.npy", "traces/old"):
         (tmp_path / path).parent.mkdir()
         (tmp_path / path).touch()
-    for name in ("metrics.jsonl", "summary.json", "report.html"):
+    for name in ("metrics.jsonl", "quarantine.jsonl", "summary.json", "report.html"):
         (tmp_path / name).touch()
     with new_run_folder(tmp_path):
         # What the next run would take for its own is gone.
         names = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
-        assert names == {"metrics.jsonl", "run.lock", "traces/old"}
+        assert names == {"metrics.jsonl", "run.lock"}
         assert (tmp_path / "handshake").is_dir()
         assert (tmp_path / "canary").is_dir()

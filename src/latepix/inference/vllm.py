@@ -209,7 +209,7 @@ def become_vllm(config: RunConfig) -> None:
     environ = vllm_environ(config, environment, os.environ)
     if is_supervised():
         environ["LATEPIX_SUPERVISED"] = "1"
-    print(f"vLLM {environment.version}: {shlex.join(command)}", flush=True)
+    print(f"starting vLLM {environment.version} on http://{inference.host}:{port}: {shlex.join(command)}", flush=True)
     os.execvpe(command[0], command, environ)
 
 
