@@ -312,6 +312,9 @@ def _children() -> Generator[list[Child]]:
     try:
         yield children
     finally:
-        signal.signal(signal.SIGTERM, before)
+        # Whoever is impatient and asks again must not keep us from stopping the others.
+        handlers = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGTERM, signal.SIGINT)}
         for child in reversed(children):
             child.stop()
+        signal.signal(signal.SIGINT, handlers[signal.SIGINT])
+        signal.signal(signal.SIGTERM, before)

@@ -97,9 +97,13 @@ class Child:
     @property
     def last_line(self) -> str:
         """What it wrote last."""
-        with self.log_path.open("rb") as log:
-            log.seek(max(0, log.seek(0, os.SEEK_END) - 4096))
-            lines = log.read().decode("utf-8", errors="replace").split("\n")
+        try:
+            with self.log_path.open("rb") as log:
+                log.seek(max(0, log.seek(0, os.SEEK_END) - 4096))
+                lines = log.read().decode("utf-8", errors="replace").split("\n")
+        except OSError:
+            # Somebody removed it; the process is none the worse for that.
+            return ""
         return next((line.strip() for line in reversed(lines) if line.strip()), "")
 
     def stop(self, *, grace_s: float = 10.0) -> None:

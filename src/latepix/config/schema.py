@@ -237,6 +237,9 @@ class TrainerConfig(TrainStepConfig):
     """The trainer process of `rl`."""
 
     loss: LossConfig = LossConfig()
+    max_mismatch_kl: Annotated[float, Field(gt=0)] | None = 0.1
+    """An on-policy step whose mean mismatch KL is not below it stops the run, in nats: what was sampled is not what is
+    trained. None: never."""
     wait_timeout_s: Annotated[float, Field(gt=0)] = 1800.0
     """How long a process waits for another one's batch or weights."""
 

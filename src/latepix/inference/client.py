@@ -16,7 +16,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from latepix.errors import InferenceError
+from latepix.errors import InferenceError, PlaceholderMismatch
 from latepix.inference.contract import (
     Choice,
     GenerateRequest,
@@ -36,6 +36,7 @@ BAN_BIAS = -100.0
 #: A server error is tried again after so many seconds. vLLM (0.32) answers one for a picture that came before in a
 #: request it refused: its two picture caches then differ, which the failed request mends.
 _RETRY_DELAYS_S = (0.05, 0.5)
+_TOO_MANY_REQUESTS = 429
 GENERATE_ROUTE = "/inference/v1/generate"
 #: Keeps a request on one data-parallel rank of vLLM.
 DATA_PARALLEL_HEADER = "X-data-parallel-rank"
@@ -153,6 +154,7 @@ class InferenceClient:
 
         Raises:
             InferenceError: the server refused or failed, or its answer does not fit the request.
+            PlaceholderMismatch: it left a picture token without a picture.
         """
         loop = asyncio.get_running_loop()
         key = (
@@ -237,18 +239,21 @@ class InferenceClient:
 
     async def _send_with_retries(self, body: bytes, headers: dict[str, str] | None, where: str) -> tuple[int, bytes]:
         """Send a request, and again if the server failed at it; a request with a seed has the same answer each time."""
-        for delay_s in (*_RETRY_DELAYS_S, None):
+        delays = iter(_RETRY_DELAYS_S)
+        while True:
+            delay_s = next(delays, None)
             try:
                 status, content = await self.connection.request("POST", GENERATE_ROUTE, body, headers=headers)
+                if (status < 500 and status != _TOO_MANY_REQUESTS) or delay_s is None:
+                    return status, content
             except (aiohttp.ClientError, TimeoutError) as error:
-                raise InferenceError(
-                    f"{where} did not answer ({type(error).__name__}: {error}). Is the inference server running?"
-                ) from error
-            if status < 500 or delay_s is None:
-                break
+                # One that waited for its whole time-out is not sent again.
+                if delay_s is None or isinstance(error, TimeoutError):
+                    raise InferenceError(
+                        f"{where} did not answer ({type(error).__name__}: {error}). Is the inference server running?"
+                    ) from error
             self.num_retries += 1
             await asyncio.sleep(delay_s)
-        return status, content
 
 
 def _ranges(response: GenerateResponse) -> list[PlaceholderRange]:
@@ -271,7 +276,7 @@ def _check_pictures(response: GenerateResponse, prompt: Prompt, placeholder_ids:
     num_covered = sum(sum(token in placeholder_ids for token in ids[r.offset : r.offset + r.length]) for r in ranges)
     num_placeholders = sum(token in placeholder_ids for token in ids)
     if num_covered != num_placeholders:
-        raise InferenceError(
+        raise PlaceholderMismatch(
             f"{where}: the prompt came back with {num_placeholders} picture tokens, but the ranges of its "
             f"{len(ranges)} pictures cover {num_covered}: the others would be blind. Send one placeholder per picture."
         )

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
+import signal
 import time
 from collections.abc import Mapping, Sequence
 
@@ -11,7 +13,7 @@ import numpy as np
 
 from latepix.config.schema import RunConfig
 from latepix.environments.base import Environment, Split, count_tasks, load_environment
-from latepix.errors import ConfigError, RolloutError, TransportError
+from latepix.errors import ConfigError, RolloutError, StaleWeights, TransportError
 from latepix.families.model_info import read_model_info
 from latepix.inference.client import InferenceClient, Sampling
 from latepix.inference.http import wait_until_healthy
@@ -71,6 +73,10 @@ class Orchestrator:
         wait_until_healthy(self.client.base_url, timeout_s=self.config.inference.startup_timeout_s)
         try:
             await self.server.greet()
+            # From here on a server may be paused for new weights: whoever ends this process lets it go on first.
+            task = asyncio.current_task()
+            if task is not None:
+                asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
             print("latepix: measuring the reward before training", flush=True)
             await self._final_eval()
             for step in range(self.config.steps):
@@ -101,7 +107,10 @@ class Orchestrator:
             micro_batch_image_tokens=self.config.orchestrator.micro_batch_image_tokens,
         )
         num_bytes = self.batches.send(batch)
-        inference_rss_bytes = await self.server.control.peak_rss_bytes() or 0
+        inference_rss_bytes = 0
+        # A figure for people: a server that does not give it once does not end the run.
+        with contextlib.suppress(TransportError):
+            inference_rss_bytes = await self.server.control.peak_rss_bytes() or 0
         shipped = time.monotonic()
         self.metrics.write(
             step,
@@ -258,6 +267,7 @@ class Orchestrator:
         if failed:
             self.traces.append_quarantine(failed)
         check_evaluation(traces, split=split)
+        check_measured(traces, self.policy_version)
         self.metrics.write(
             self.policy_version,
             reward_part_means(traces, area)
@@ -324,10 +334,28 @@ def mean_reward(traces: Sequence[Trace]) -> float:
     return sum(float(trace.reward or 0.0) for trace in traces) / max(1, len(traces))
 
 
+def check_measured(traces: Sequence[Trace], policy_version: int) -> None:
+    """Refuse an evaluation of other weights: a server that was started anew serves those it began with.
+
+    Raises:
+        StaleWeights: names the first answer of another version.
+    """
+    for trace in traces:
+        for node in trace.nodes:
+            if node.policy_version not in (None, policy_version):
+                raise StaleWeights(
+                    f"Evaluation of version {policy_version}, trace {trace.id}: an answer came from version "
+                    f"{node.policy_version}. The server was started anew, or another run updates it."
+                )
+
+
 def run_orchestrator(config: RunConfig) -> None:
     """Run the orchestrator process to its end.
 
     Raises:
         ConfigError: a setting is wrong for a process that is started alone.
     """
-    asyncio.run(Orchestrator(config).run())
+    try:
+        asyncio.run(Orchestrator(config).run())
+    except asyncio.CancelledError:
+        raise KeyboardInterrupt from None

@@ -97,7 +97,9 @@ def _one_step(
     batch = batches.receive(step, timeout_s=config.trainer.wait_timeout_s)
     _check_versions(batch, config.orchestrator.max_off_policy_steps)
     received = time.monotonic()
-    step_metrics = train_step.run(batch)
+    # Samples of older weights differ for a good reason.
+    limit = config.trainer.max_mismatch_kl if _is_on_policy(batch) else None
+    step_metrics = train_step.run(batch, max_mismatch_kl=limit)
     trained = time.monotonic()
     publisher.publish(step + 1)
     published = time.monotonic()
@@ -113,6 +115,10 @@ def _one_step(
             "process/trainer/peak_rss_bytes": peak_rss_bytes(),
         },
     )
+
+
+def _is_on_policy(batch: Batch) -> bool:
+    return all((one.policy_versions == batch.step).all() for one in batch.micro_batches)
 
 
 def _check_versions(batch: Batch, max_off_policy_steps: int) -> None:

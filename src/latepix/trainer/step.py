@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from latepix.config.schema import LossConfig, ModelConfig, TrainStepConfig
-from latepix.errors import NonFiniteLoss
+from latepix.errors import NonFiniteLoss, TrainerError
 from latepix.families.base import torch_dtype
 from latepix.families.model_info import read_model_info
 from latepix.families.registry import get_adapter
@@ -28,6 +28,17 @@ Loss = Callable[[LossInputs], LossOutputs]
 def policy_gradient_of(config: LossConfig) -> Loss:
     """Return the policy gradient with a run's settings."""
     return functools.partial(trust_region_policy_gradient, **config.model_dump())
+
+
+def _check_mismatch(batch: Batch, sums: dict[str, float], limit: float | None) -> None:
+    kl = sums.get("loss/mismatch_kl/mean", 0.0) / batch.num_loss_tokens
+    # NaN is not below either.
+    if limit is not None and not kl < limit:
+        raise TrainerError(
+            f"Step {batch.step}: the mean mismatch KL is {kl:.3g}, wanted below {limit:g} (trainer.max_mismatch_kl): "
+            "the server's logprobs are not the trainer's, although the weights are the same. The step was refused; "
+            "`latepix parity` and `latepix doctor` show where they part."
+        )
 
 
 class StepMetrics(msgspec.Struct, frozen=True):
@@ -61,12 +72,16 @@ class TrainStep:
         """The folder the model was loaded from."""
         return self.info.path
 
-    def run(self, batch: Batch) -> StepMetrics:
+    def run(self, batch: Batch, *, max_mismatch_kl: float | None = None) -> StepMetrics:
         """Train on one batch.
 
         A batch without trained tokens changes nothing and says so (`train/skipped`).
 
+        Args:
+            batch: one optimizer step's data.
+            max_mismatch_kl: a mean mismatch KL that is not below it refuses the step, nats; None lets all pass.
         Raises:
+            TrainerError: the server's logprobs are not the trainer's; the weights are unchanged.
             NonFiniteLoss: loss or gradient is NaN or infinite; the weights are unchanged.
             PlaceholderMismatch: a picture and its range do not fit.
         """
@@ -92,6 +107,7 @@ class TrainStep:
                 sums[key] = sums.get(key, 0.0) + value
             for key, value in outputs.maxima.items():
                 maxima[key] = max(maxima.get(key, -np.inf), value)
+        _check_mismatch(batch, sums, max_mismatch_kl)
         optim = self._optimizer.step(batch.step)
         seconds = time.monotonic() - started
         num_tokens = sum(len(micro_batch.token_ids) for micro_batch in batch.micro_batches)

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from latepix.errors import InferenceError
+from latepix.errors import InferenceError, PlaceholderMismatch
 from latepix.inference.client import BAN_BIAS, Generation, InferenceClient, Prompt, Routing, Sampling
 from latepix.trace.graph import PolicySpan
 from latepix.trace.refs import PlaceholderRange
@@ -366,7 +366,7 @@ def test_an_answer_that_was_given_up_is_refused() -> None:
 def test_a_placeholder_that_the_server_left_without_a_picture_is_refused(server: ScriptedServer) -> None:
     server.answer = lambda method, path, body: (200, respond(body, mm_placeholders=None))
     prompt = Prompt(token_ids=(5, IMAGE_ID, 6))
-    with pytest.raises(InferenceError, match="2 picture tokens, but the ranges of its 0 pictures cover 0"):
+    with pytest.raises(PlaceholderMismatch, match="2 picture tokens, but the ranges of its 0 pictures cover 0"):
         generate(server.url, (prompt, sampling()))
 
 

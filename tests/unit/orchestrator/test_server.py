@@ -18,10 +18,12 @@ from latepix.inference.canary import canary_prompts, prompts_sha256
 from latepix.inference.client import ANYWHERE, InferenceClient, Prompt, Routing, Sampling
 from latepix.inference.facts import Facts
 from latepix.inference.render import MessageRenderer
+from latepix.orchestrator.loop import check_measured
 from latepix.orchestrator.server import ServedWeights, client_of, routing_of
 from latepix.trace.refs import expand_placeholders
 from latepix.transport.handshake import HandshakeFolder
 from tests.tiny.servers import ScriptedServer, closed_url, scripted_server
+from tests.tiny.traces import make_trace
 
 Use = Callable[[ServedWeights, InferenceClient], Awaitable[None]]
 SERVER = Facts(
@@ -405,3 +407,14 @@ def test_requests_carry_what_the_config_says(tmp_path: Path) -> None:
     config = make_config(tmp_path, tmp_path, engine="vllm", priority=-2, kv_transfer_params={"a": 1})
     assert routing_of(config, 7) == Routing(priority=-2, kv_transfer_params={"a": 1})
     assert routing_of(make_config(tmp_path, tmp_path), 7) == ANYWHERE
+
+
+def test_an_evaluation_of_other_weights_is_refused() -> None:
+    nodes = make_trace().nodes
+    sampled = tuple(
+        msgspec.structs.replace(node, policy_version=2) if node.policy_version is not None else node for node in nodes
+    )
+    trace = make_trace(nodes=sampled)
+    check_measured([trace], 2)
+    with pytest.raises(StaleWeights, match=r"Evaluation of version 3, trace s0-g0-r0: an answer came from version 2"):
+        check_measured([trace], 3)

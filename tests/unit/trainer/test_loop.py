@@ -10,7 +10,7 @@ from latepix.config.schema import RunConfig
 from latepix.errors import StaleWeights, TransportError
 from latepix.orchestrator.batch import prepare_batch
 from latepix.trace.training import Batch
-from latepix.trainer.loop import _check_versions, run_trainer
+from latepix.trainer.loop import _check_versions, _is_on_policy, run_trainer
 from latepix.transport.handshake import HandshakeFolder
 from tests.tiny.traces import make_sample
 
@@ -38,3 +38,8 @@ def test_what_an_earlier_trainer_said_is_gone_once_this_one_speaks(tiny_model: P
         run_trainer(RunConfig.model_validate(settings))
     assert [path.name for path in (tmp_path / "canary").iterdir()] == ["step_000000.npy"]
     assert HandshakeFolder(tmp_path).receive_facts(timeout_s=1).engine == "trainer"
+
+
+def test_only_samples_of_the_newest_weights_are_on_policy() -> None:
+    assert _is_on_policy(make_batch(3, 3, step=3))
+    assert not _is_on_policy(make_batch(3, 2, step=3))

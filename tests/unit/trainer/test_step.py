@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from latepix.config.schema import ModelConfig, OptimConfig, TrainerConfig
-from latepix.errors import NonFiniteLoss, PlaceholderMismatch
+from latepix.errors import NonFiniteLoss, PlaceholderMismatch, TrainerError
 from latepix.orchestrator.batch import prepare_batch
 from latepix.trace.refs import MMRefs
 from latepix.trace.training import Batch, TrainingSample
@@ -162,3 +162,25 @@ def test_a_picture_that_does_not_fit_its_slot_refuses_the_step(train_step: Train
     with pytest.raises(PlaceholderMismatch, match=r"needs 2 tokens, the sample has 1"):
         train_step.run(make_batch([good, wrong], tokens=9))
     assert_same(weights_of(train_step), before)
+
+
+def mismatched(inputs: LossInputs) -> LossOutputs:
+    outputs = cross_entropy(inputs)
+    return msgspec.structs.replace(outputs, sums={"loss/mismatch_kl/mean": 0.5 * len(inputs.trainer_logprobs)})
+
+
+def test_a_mismatch_above_the_limit_refuses_the_step(tiny_model: Path) -> None:
+    train_step = make_step(tiny_model, mismatched)
+    try:
+        batch = make_batch(make_samples(train_step))
+        before = weights_of(train_step)
+        for limit in (0.5, 0.1):
+            with pytest.raises(
+                TrainerError, match=r"mean mismatch KL is 0\.5, wanted below .* \(trainer\.max_mismatch_kl\)"
+            ):
+                train_step.run(batch, max_mismatch_kl=limit)
+        assert_same(weights_of(train_step), before)
+        assert train_step.run(batch, max_mismatch_kl=0.51).values["loss/mismatch_kl/mean"] == pytest.approx(0.5)
+        train_step.run(batch)
+    finally:
+        train_step.close()
