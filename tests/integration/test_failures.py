@@ -166,7 +166,7 @@ def test_a_port_in_use_is_named(capsys: pytest.CaptureFixture[str], tiny_model: 
 def test_a_folder_that_already_holds_a_run_is_refused(
     capsys: pytest.CaptureFixture[str], tiny_model: Path, tmp_path: Path
 ) -> None:
-    (tmp_path / "metrics.jsonl").write_text("")
+    (tmp_path / "metrics.jsonl").write_text("{}\n")
     message = refusal(capsys, "rl", "--model.path", tiny_model, "--output_dir", tmp_path)
     assert f"output_dir: {tmp_path} already holds a run" in message
 
