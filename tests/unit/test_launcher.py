@@ -110,7 +110,8 @@ def test_vllm_is_started_from_the_config_of_another_command_and_stopped(tiny_mod
         assert is_healthy(base_url)
     assert not is_healthy(base_url)
     log = (out / "logs/inference.log").read_text(encoding="utf-8")
-    assert log.startswith(f"vLLM 0.32.0: {python} -P -m latepix_vllm.launch serve {tiny_model}")
+    command = f"{python} -P -m latepix_vllm.launch serve {tiny_model}"
+    assert log.startswith(f"starting vLLM 0.32.0 on {base_url}: {command}")
     assert "loading weights" in log
 
 
