@@ -19,7 +19,8 @@ from pathlib import Path
 
 from latepix.errors import ConfigError, ProcessFailed
 
-_SUPERVISED = "LATEPIX_SUPERVISED"
+#: Set to 1 for a child that ends with its launcher.
+SUPERVISED = "LATEPIX_SUPERVISED"
 _WATCH = "parent-watch"
 #: How every error of a process begins in its log.
 ERROR_PREFIX = "latepix: error: "
@@ -59,7 +60,7 @@ class Child:
             start_new_session=True,
             env=os.environ
             | {
-                _SUPERVISED: "1",
+                SUPERVISED: "1",
                 "OMP_NUM_THREADS": str(num_threads),
                 "HF_HUB_OFFLINE": "1",
                 "TOKENIZERS_PARALLELISM": "false",
@@ -138,7 +139,7 @@ class Child:
 def die_with_parent() -> None:
     """In a child of a run: end this process when the launcher is gone."""
     # Taken out, so that what this process starts itself does not watch an input that is not the launcher's.
-    if os.environ.pop(_SUPERVISED, None) != "1":
+    if os.environ.pop(SUPERVISED, None) != "1":
         return
 
     def watch() -> None:

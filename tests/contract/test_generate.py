@@ -16,10 +16,8 @@ from latepix.inference.control import ServerControl
 from latepix.trace.graph import PolicySpan
 from latepix.trace.ingress import InlineImage
 from latepix.trace.refs import MMRefs, expand_placeholders
-from latepix.trace.training import TrainingSample, pack_samples
-from latepix.trainer.forward import forward
-from latepix.trainer.materialize import materialize_mm_refs
-from tests.tiny.policy import Part, Policy, draw, text_ids
+from latepix.trace.training import TrainingSample
+from tests.tiny.policy import Part, Policy, draw, score, text_ids
 from tests.tiny.running import RunningServer
 
 ONE, TWO = draw(64, 32, seed=1), draw(96, 64, seed=2)
@@ -71,16 +69,8 @@ def trainer_logprobs(
                 temperature=temperature,
             )
         )
-    micro_batch = pack_samples(samples)
     with torch.no_grad():
-        outputs = forward(
-            policy.model,
-            micro_batch,
-            materialize_mm_refs(micro_batch.mm_refs, policy.adapter, policy.processor),
-            adapter=policy.adapter,
-            info=policy.info,
-            mm_forward_policy=policy.adapter.forward_policy,
-        )
+        outputs = score(policy, samples)
     ends = np.cumsum([len(answer.token_ids) for answer in answers])[:-1]
     return np.split(outputs.trainer_logprobs.numpy(), ends)
 

@@ -7,9 +7,9 @@ A freshly made tiny model gives nearly uniform logits, under which almost any mi
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import msgspec
 import numpy as np
@@ -28,6 +28,7 @@ from latepix.trainer.forward import ForwardOutputs, forward
 from latepix.trainer.materialize import materialize_mm_refs
 from tests.tiny.pictures import make_image
 
+T = TypeVar("T")
 #: A number of random text tokens, or a picture.
 Part: TypeAlias = "int | InlineImage"
 
@@ -133,8 +134,13 @@ def make_request(info: ModelInfo, *parts: Part, seed: int = 0, **sampling: Any) 
 
 def score(policy: Policy, samples: Sequence[TrainingSample], **how: Any) -> ForwardOutputs:
     """Run the trainer's forward over samples packed into one micro batch; `how` goes to `forward`."""
+    return run_forward(forward, policy, samples, **how)
+
+
+def run_forward(function: Callable[..., T], policy: Policy, samples: Sequence[TrainingSample], **how: Any) -> T:
+    """Call a function with the arguments of `forward` on samples packed into one micro batch."""
     micro_batch = pack_samples(samples)
-    return forward(
+    return function(
         policy.model,
         micro_batch,
         materialize_mm_refs(micro_batch.mm_refs, policy.adapter, policy.processor),

@@ -8,7 +8,7 @@ add to it what their commands need; `SftConfig` serves `sft`.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import ConfigDict, Field, model_validator
 from pydantic_config import BaseConfig
@@ -18,6 +18,7 @@ _VLLM_TEMPERATURES = 0.01, 2.0
 Positive = Annotated[int, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
+WeightUpdate: TypeAlias = Literal["safetensors_dir", "reload_weights", "nccl"]
 HostPattern = Annotated[str, Field(pattern=r"^(\*\.)?[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?$|^\[?[0-9A-Fa-f:.]+\]?$")]
 
 
@@ -126,7 +127,7 @@ class InferenceConfig(Section):
     """OpenMP threads of the server."""
     batch_window_ms: Annotated[float, Field(ge=0, le=1000)] = 3.0
     """How long the local engine waits for company after a first request."""
-    weight_update: Literal["safetensors_dir", "reload_weights", "nccl"] = "safetensors_dir"
+    weight_update: WeightUpdate = "safetensors_dir"
     """How new weights reach the server: a folder (needs latepix-vllm beside vLLM), a folder by vLLM's own RPC, or a
     broadcast between GPUs (not run so far)."""
     priority: Annotated[int, Field(ge=-(2**63), lt=2**63)] = 0

@@ -12,19 +12,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 import msgspec
 
+from latepix.config.schema import WeightUpdate
 from latepix.errors import SchemaMismatch, StaleWeights, TransportError
 from latepix.inference.client import Prompt
 from latepix.inference.contract import PixelsResponse, image_part, policy_version_of, version_label
 from latepix.inference.facts import Facts, facts_of_server_info
 from latepix.inference.http import ServerConnection
-
-#: `safetensors_dir`: the server loads a folder by the start/update/finish protocol. `reload_weights`: by vLLM's own RPC
-#: of that name, without a plugin. `nccl`: broadcast between GPUs.
-WeightUpdate: TypeAlias = Literal["safetensors_dir", "reload_weights", "nccl"]
 
 
 class ServerControl:

@@ -21,7 +21,7 @@ import msgspec
 from latepix.config.schema import RunConfig
 from latepix.errors import ConfigError
 from latepix.families.model_info import read_model_info
-from latepix.processes import free_port, is_supervised
+from latepix.processes import SUPERVISED, free_port, is_supervised
 
 #: Oldest version whose token server we know, and the one since which its route has to be asked for.
 OLDEST, SCALE_OUT_FLAG = (0, 28), (0, 30)
@@ -208,7 +208,7 @@ def become_vllm(config: RunConfig) -> None:
     command = vllm_command(config, environment, max_model_len=longest)
     environ = vllm_environ(config, environment, os.environ)
     if is_supervised():
-        environ["LATEPIX_SUPERVISED"] = "1"
+        environ[SUPERVISED] = "1"
     print(f"starting vLLM {environment.version} on http://{inference.host}:{port}: {shlex.join(command)}", flush=True)
     os.execvpe(command[0], command, environ)
 

@@ -11,7 +11,6 @@ from latepix.inference.client import Prompt
 from latepix.trace.refs import MMRefs, expand_placeholders
 from latepix.trace.training import TrainingSample, pack_samples
 from latepix.trainer.forward import next_token_logprobs
-from latepix.trainer.materialize import materialize_mm_refs
 from latepix.trainer.step import TrainStep
 
 
@@ -26,10 +25,8 @@ class Canary:
 
     def __init__(self, train_step: TrainStep, prompts: Sequence[Prompt], *, temperature: float) -> None:
         self._train_step = train_step
-        info, adapter = train_step.info, train_step.adapter
         self._micro_batch = pack_samples([_sample(prompt, train_step, temperature) for prompt in prompts])
-        processor = adapter.load_processor(info.path)
-        self._mm_inputs = materialize_mm_refs(self._micro_batch.mm_refs, adapter, processor)
+        self._mm_inputs = train_step.materializer.submit(self._micro_batch.mm_refs).result()
 
     def logprobs(self) -> np.ndarray:
         """Return [K, V] float32, nats, under the run's temperature and ban list."""

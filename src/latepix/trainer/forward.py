@@ -151,10 +151,10 @@ def forward(
         PlaceholderMismatch: grids and token ranges do not fit.
         ConfigError: the layout is not safe for the family.
     """
-    device = next(model.parameters()).device
     hidden, columns = _hidden(
         model, micro_batch, mm_inputs, adapter=adapter, info=info, policy=mm_forward_policy, layout=layout
     )
+    device = hidden.device
     trained = np.flatnonzero(micro_batch.loss_mask)
     sample_of = np.repeat(np.arange(micro_batch.num_samples), micro_batch.sample_lengths)
     # The logits of the token before predict a trained token; the first token of a sample is never trained.

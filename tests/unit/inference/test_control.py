@@ -7,8 +7,9 @@ from typing import Any, TypeVar
 
 import pytest
 
+from latepix.config.schema import WeightUpdate
 from latepix.errors import SchemaMismatch, StaleWeights, TransportError
-from latepix.inference.control import ServerControl, WeightUpdate
+from latepix.inference.control import ServerControl
 from latepix.inference.http import ServerConnection
 from tests.tiny.servers import ScriptedServer, closed_url, scripted_server
 

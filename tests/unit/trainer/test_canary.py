@@ -17,17 +17,16 @@ from latepix.inference.canary import canary_prompts, prompts_sha256
 from latepix.inference.contract import GenerateRequest, SamplingParams, image_part
 from latepix.inference.local_engine import LocalEngine
 from latepix.inference.render import MessageRenderer
-from latepix.trace.training import TrainingSample, pack_samples
+from latepix.trace.training import TrainingSample
 from latepix.trainer.canary import Canary
 from latepix.trainer.forward import next_token_logprobs
 from latepix.trainer.loop import _Publisher
 from latepix.trainer.loss import cross_entropy
-from latepix.trainer.materialize import materialize_mm_refs
 from latepix.trainer.step import TrainStep
 from latepix.transport.handshake import HandshakeFolder
 from latepix.transport.weights import WeightsFolder
 from tests.tiny.pictures import make_image
-from tests.tiny.policy import Policy, make_sample, score
+from tests.tiny.policy import Policy, make_sample, run_forward, score
 
 PICTURE = make_image(width=64, seed=1)
 
@@ -59,17 +58,8 @@ def without_last(sample: TrainingSample) -> TrainingSample:
 
 
 def next_tokens(policy: Policy, samples: list[TrainingSample], **how: Any) -> torch.Tensor:
-    micro_batch = pack_samples(samples)
     with torch.no_grad():
-        return next_token_logprobs(
-            policy.model,
-            micro_batch,
-            materialize_mm_refs(micro_batch.mm_refs, policy.adapter, policy.processor),
-            adapter=policy.adapter,
-            info=policy.info,
-            mm_forward_policy=policy.adapter.forward_policy,
-            **how,
-        )
+        return run_forward(next_token_logprobs, policy, samples, **how)
 
 
 def test_every_row_is_a_distribution_without_banned_ids(policy: Policy) -> None:
