@@ -21,7 +21,7 @@ from latepix.config.schema import RunConfig
 from latepix.environments.base import load_environment
 from latepix.errors import LatepixError, ProcessFailed
 from latepix.families.facts import local_facts
-from latepix.families.model_info import read_model_info
+from latepix.families.model_info import ModelInfo, read_model_info
 from latepix.inference.control import ServerControl
 from latepix.inference.facts import check_handshake, needs_of
 from latepix.inference.http import wait_until_healthy
@@ -228,7 +228,7 @@ async def _evaluate(config: RunConfig) -> dict[str, Any]:
     environment = load_environment(config.environment, picture_door(config.images, info))
     client = client_of(config, info)
     try:
-        weight_version = await _check_served(config, ServerControl(client.connection))
+        weight_version = await _check_served(config, ServerControl(client.connection), info)
         traces = await play_split(
             environment, client, MessageRenderer(info), config, split=config.eval.split, policy_version=0
         )
@@ -247,7 +247,7 @@ async def _evaluate(config: RunConfig) -> dict[str, Any]:
     }
 
 
-async def _check_served(config: RunConfig, control: ServerControl) -> str | None:
+async def _check_served(config: RunConfig, control: ServerControl, info: ModelInfo) -> str | None:
     """Refuse a server that serves something else than the model that is measured; returns its weight version.
 
     Raises:
@@ -256,7 +256,7 @@ async def _check_served(config: RunConfig, control: ServerControl) -> str | None
     server = await control.facts()
     ours = local_facts(config.model.path, engine="trainer", dtype=config.model.dtype, with_processor=False)
     # Pictures are not processed in this process, and weights stay as they are.
-    needs = msgspec.structs.replace(needs_of(config), weight_transfer=None)
+    needs = msgspec.structs.replace(needs_of(config, info), weight_transfer=None)
     check_handshake(server, ours, needs)
     return server.weight_version
 

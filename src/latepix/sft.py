@@ -17,8 +17,8 @@ from latepix.orchestrator.samples import trace_to_samples
 from latepix.report.console import SFT_COLUMNS, RunConsole
 from latepix.runs import new_run_folder, picture_door
 from latepix.trace.graph import Trace, TraceBuilder
+from latepix.trace.ingress import InlineImage
 from latepix.trace.messages import assistant_message, iter_images
-from latepix.trace.refs import expand_placeholders
 from latepix.trace.training import TrainingSample
 from latepix.trainer.checkpoint import export_model
 from latepix.trainer.loss import cross_entropy
@@ -91,7 +91,7 @@ def demonstration_sample(
     task = checked_task(environment, "train", index)
     info = renderer.info
     builder = TraceBuilder(f"demonstration-{index}", info.placeholder_ids)
-    lengths: list[int] = []
+    images: list[InlineImage] = []
     last: tuple[list[int], list[int]] | None = None
     for number, turn in enumerate(environment.demonstration_turns(task, rng)):
         prompt = renderer.render(turn.messages) if last is None else renderer.extend(*last, turn.messages)
@@ -101,8 +101,8 @@ def demonstration_sample(
                 f"{info.model_type} rewrites earlier turns, so that a demonstration of several turns is not one "
                 "sample; demonstrate a single turn instead."
             )
-        lengths += [info.num_image_tokens(image) for image in iter_images(turn.messages)]
-        expanded, ranges = expand_placeholders(prompt.token_ids, lengths, info.placeholder_ids)
+        images += iter_images(turn.messages)
+        expanded, ranges = info.expand(prompt.token_ids, images)
         answer_ids = renderer.answer_ids(turn.answer)
         builder.commit_turn(
             messages=turn.messages,

@@ -205,5 +205,5 @@ def test_server_and_trainer_shake_hands(server: RunningServer) -> None:
 
     facts = server.use(use)
     ours = local_facts(server.model, engine="trainer", dtype="float32")
-    harmless = check_handshake(facts, ours, needs_of(server.config))
+    harmless = check_handshake(facts, ours, needs_of(server.config, server.info))
     assert all(one.setting.startswith(("version of", "image processor: class")) for one in harmless), harmless

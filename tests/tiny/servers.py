@@ -14,7 +14,7 @@ import msgspec
 
 from latepix.families.model_info import ModelInfo
 from latepix.inference.client import ANYWHERE, Generation, InferenceClient, Prompt, Routing, Sampling
-from latepix.trace.refs import PlaceholderRange, expand_placeholders
+from latepix.trace.refs import PlaceholderRange
 
 #: What a scripted server does with a request: (method, path, body) -> (status, JSON).
 Answer = Callable[[str, str, Any], tuple[int, Any]]
@@ -48,8 +48,7 @@ class FakeClient(InferenceClient):
         self.prompts.append(prompt)
         self.samplings.append(sampling)
         reply = self._replies.pop(0)
-        lengths = [self._info.num_image_tokens(image) for image in prompt.images]
-        expanded, ranges = expand_placeholders(prompt.token_ids, lengths, self._info.placeholder_ids)
+        expanded, ranges = self._info.expand(prompt.token_ids, prompt.images)
         return self._change(
             Generation(
                 prompt_token_ids=expanded,

@@ -18,6 +18,7 @@ from latepix.config.loader import load_config
 from latepix.config.schema import BudgetConfig, DoctorConfig, ParityConfig, RunConfig
 from latepix.errors import ConfigError, HandshakeFailed, ProcessFailed
 from latepix.families.facts import local_facts
+from latepix.families.model_info import read_model_info
 from latepix.inference.control import ServerControl
 from latepix.inference.http import ServerConnection
 from latepix.launcher import StartProgress, _check_served, at_server, inference_server
@@ -181,7 +182,9 @@ def checked(model: Path, server: ScriptedServer, **changes: Any) -> str | None:
     async def main() -> str | None:
         connection = ServerConnection(server.url, timeout_s=20)
         try:
-            return await _check_served(make_config(model, model, url=server.url), ServerControl(connection))
+            return await _check_served(
+                make_config(model, model, url=server.url), ServerControl(connection), read_model_info(model)
+            )
         finally:
             await connection.close()
 

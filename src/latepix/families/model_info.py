@@ -7,6 +7,7 @@ same ban list on both sides of the importance ratio).
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import msgspec
 
 from latepix.errors import ConfigError
 from latepix.trace.ingress import GridFit, InlineImage
+from latepix.trace.refs import PlaceholderRange, expand_placeholders
 
 
 class ModelInfo(msgspec.Struct, frozen=True):
@@ -52,6 +54,18 @@ class ModelInfo(msgspec.Struct, frozen=True):
         """Return how many placeholder tokens the picture takes."""
         width, height = self.grid.processed_size(image.width, image.height)
         return (width // self.grid.factor) * (height // self.grid.factor)
+
+    def expand(
+        self, token_ids: Sequence[int], images: Iterable[InlineImage]
+    ) -> tuple[list[int], list[PlaceholderRange]]:
+        """Expand a logical prompt by the sizes of its pictures, as a server must do it.
+
+        Returns:
+            The expanded ids, and where each picture landed.
+        Raises:
+            PlaceholderMismatch: the number of placeholders is not the number of pictures.
+        """
+        return expand_placeholders(token_ids, [self.num_image_tokens(image) for image in images], self.placeholder_ids)
 
 
 def read_model_info(path: Path) -> ModelInfo:

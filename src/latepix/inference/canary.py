@@ -99,8 +99,7 @@ def canary_prompts(renderer: MessageRenderer, *, max_images: int, max_tokens: in
     for conversation in conversations:
         images = tuple(iter_images(conversation))
         token_ids = tuple(renderer.render(conversation).token_ids)
-        num_tokens = len(token_ids) + sum(info.num_image_tokens(image) - 1 for image in images)
-        if len(images) <= max_images and num_tokens <= max_tokens:
+        if len(images) <= max_images and len(info.expand(token_ids, images)[0]) <= max_tokens:
             prompts.append(Prompt(token_ids=token_ids, images=images))
     if not prompts:
         raise ConfigError(

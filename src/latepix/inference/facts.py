@@ -15,7 +15,8 @@ import msgspec
 
 from latepix.config.schema import RunConfig
 from latepix.errors import HandshakeFailed
-from latepix.families.model_info import read_model_info
+from latepix.families.model_info import ModelInfo
+from latepix.inference.contract import version_label
 
 #: Settings of an image processor that decide on pixels or counts, by Hugging Face's names (Qwen-VL and Kimi).
 _PIXEL_SETTINGS = (
@@ -128,16 +129,12 @@ class Difference(msgspec.Struct, frozen=True):
     remedy: str = ""
 
 
-def needs_of(config: RunConfig) -> Needs:
-    """Return what a run asks of its server.
-
-    Raises:
-        ConfigError: the model folder is not what it should be.
-    """
+def needs_of(config: RunConfig, info: ModelInfo) -> Needs:
+    """Return what a run with a model asks of its server."""
     inference = config.inference
     return Needs(
         # No rollout asks for more than the model has positions.
-        max_model_len=read_model_info(config.model.path).max_len(inference.max_model_len),
+        max_model_len=info.max_len(inference.max_model_len),
         group_size=config.orchestrator.group_size,
         max_images=config.images.max_per_prompt,
         weight_transfer=None if inference.weight_update == "reload_weights" else inference.weight_update,
@@ -261,10 +258,13 @@ def _compare_processors(
     for name in _PIXEL_SETTINGS:
         if not _same(server.get(name), trainer.get(name)):
             found.append(_fatal(f"image processor: {name}", server.get(name), trainer.get(name), remedy))
-    for name, key in (("fewest pixels", "shortest_edge"), ("most pixels", "longest_edge")):
-        limits = _pixel_limit(server, key), _pixel_limit(trainer, key)
-        if limits[0] != limits[1]:
-            found.append(_fatal(f"image processor: {name}", limits[0], limits[1], remedy))
+    for name, *keys in (
+        ("fewest pixels", "shortest_edge", "min_pixels"),
+        ("most pixels", "longest_edge", "max_pixels"),
+    ):
+        theirs, ours = (_pixel_limit(side, *keys) for side in (server, trainer))
+        if theirs != ours:
+            found.append(_fatal(f"image processor: {name}", theirs, ours, remedy))
     for name in _RESIZE_SETTINGS:
         values = server.get(name), trainer.get(name)
         if not _same(*values):
@@ -313,17 +313,17 @@ def _check_needs(server: Facts, needs: Needs) -> list[Difference]:
                 f'\'{{"backend": "{needs.weight_transfer}"}}\', or set inference.weight_update.',
             )
         )
-    if server.weight_version not in (None, "default", "step-0"):
+    if server.weight_version not in (None, "default", version_label(0)):
         found.append(
             _fatal("weight version", server.weight_version, "starts at step-0", "It serves another run: start it anew.")
         )
     return found
 
 
-def _pixel_limit(processor: Mapping[str, Any], key: str) -> Any:
+def _pixel_limit(processor: Mapping[str, Any], key: str, older_key: str) -> Any:
     size = processor.get("size")
     value = size.get(key) if isinstance(size, Mapping) else None
-    return value if value is not None else processor.get({"shortest_edge": "min_pixels"}.get(key, "max_pixels"))
+    return value if value is not None else processor.get(older_key)
 
 
 def _same(one: Any, other: Any) -> bool:

@@ -26,7 +26,6 @@ from latepix.orchestrator.samples import trace_to_samples
 from latepix.runs import picture_door
 from latepix.trace.graph import RolloutFailure, Trace
 from latepix.trace.ingress import ImageSource, InlineImage
-from latepix.trace.refs import expand_placeholders
 from latepix.trace.training import encode_batch
 
 #: The conversation is never cut by the policy: the sampler ends it, once it has seen the prompt that is too long.
@@ -133,12 +132,11 @@ class _DrySampler:
         # Lets a time limit take effect.
         await asyncio.sleep(0)
         info = self._renderer.info
-        lengths = [info.num_image_tokens(image) for image in prompt.images]
-        expanded, ranges = expand_placeholders(prompt.token_ids, lengths, info.placeholder_ids)
+        expanded, ranges = info.expand(prompt.token_ids, prompt.images)
         self.turns.append(
             DryTurn(
                 prompt_tokens=len(expanded),
-                image_tokens=tuple(lengths),
+                image_tokens=tuple(placed.length for placed in ranges),
                 request_bytes=request_bytes(prompt, sampling, info),
             )
         )

@@ -59,7 +59,7 @@ class ServedWeights:
         self._client = client
         self._prompts = prompts_of(config, renderer)
         self._handshake = HandshakeFolder(config.output_dir)
-        self._vocab_size = renderer.info.vocab_size
+        self._info = renderer.info
         self._told_apart: np.ndarray | None = None
         self._noise = 0.0
 
@@ -98,7 +98,7 @@ class ServedWeights:
             TransportError: the server does not answer.
         """
         server = await self.control.facts()
-        harmless = check_handshake(server, trainer, needs_of(self._config))
+        harmless = check_handshake(server, trainer, needs_of(self._config, self._info))
         if policy_version_of(str(server.weight_version)) is None:
             await self.control.set_weight_version(version_label(0))
         await self.control.init_weight_transfer()
@@ -132,7 +132,7 @@ class ServedWeights:
         config = self._config
         published = self._handshake.receive_canary(
             policy_version,
-            shape=(len(self._prompts), self._vocab_size),
+            shape=(len(self._prompts), self._info.vocab_size),
             timeout_s=config.trainer.wait_timeout_s,
         )
         verdicts = []

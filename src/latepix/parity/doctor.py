@@ -62,7 +62,7 @@ async def _examine_all(config: RunConfig, info: ModelInfo, tolerance: float) -> 
     examiner = Examiner(trainer, client, control, routing=routing_of(config, 0), tolerance=tolerance)
     started = time.monotonic()
     try:
-        differences = await _compare_settings(config, control)
+        differences = await _compare_settings(config, control, info)
         # One at a time: a request that kills the server is then known by name.
         rows = [await examiner.examine(case) for case in [*picture_cases(pack), *conversation_cases(info.grid)]]
     finally:
@@ -79,7 +79,7 @@ async def _examine_all(config: RunConfig, info: ModelInfo, tolerance: float) -> 
     )
 
 
-async def _compare_settings(config: RunConfig, control: ServerControl) -> list[Difference]:
+async def _compare_settings(config: RunConfig, control: ServerControl, info: ModelInfo) -> list[Difference]:
     trainer = local_facts(config.model.path, engine="trainer", dtype=config.model.dtype)
     try:
         server = await control.facts()
@@ -88,4 +88,4 @@ async def _compare_settings(config: RunConfig, control: ServerControl) -> list[D
         return [Difference(setting="facts of the server", server=str(error), trainer="known", is_fatal=True)]
     # A server in the middle of a run is as good to examine as a new one.
     server = msgspec.structs.replace(server, weight_version=None)
-    return compare_facts(server, trainer, needs_of(config))
+    return compare_facts(server, trainer, needs_of(config, info))

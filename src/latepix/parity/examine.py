@@ -1,6 +1,6 @@
 """One case through both sides: what the trainer makes of it, what the server makes of it, and what differs.
 
-The trainer's side is the code a run uses: its picture door, renderer, adapter and `expand_placeholders`. The server's
+The trainer's side is the code a run uses: its picture door, renderer, adapter and `ModelInfo.expand`. The server's
 side is its answers to `/inference/v1/generate`, the only authority on ids and ranges, and to `/latepix/pixels`.
 """
 
@@ -32,7 +32,6 @@ from latepix.parity.findings import Row
 from latepix.runs import picture_door
 from latepix.trace.ingress import InlineImage
 from latepix.trace.messages import iter_images
-from latepix.trace.refs import expand_placeholders
 
 #: Refusals that the config asks for, whatever the picture.
 _LIMITS = ("too_many_bytes", "too_many_pixels", "aspect_ratio", "too_many_images")
@@ -75,8 +74,7 @@ class TrainerSide:
         Raises:
             PlaceholderMismatch: a text was taken for a placeholder.
         """
-        lengths = [self.info.num_image_tokens(image) for image in prompt.images]
-        token_ids, ranges = expand_placeholders(prompt.token_ids, lengths, self.info.placeholder_ids)
+        token_ids, ranges = self.info.expand(prompt.token_ids, prompt.images)
         return Placement(token_ids=token_ids, ranges=ranges)
 
     def size(self, image: InlineImage) -> tuple[int, int]:

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from latepix.inference.client import Prompt
-from latepix.trace.refs import MMRefs, expand_placeholders
+from latepix.trace.refs import MMRefs
 from latepix.trace.training import TrainingSample, pack_samples
 from latepix.trainer.forward import next_token_logprobs
 from latepix.trainer.step import TrainStep
@@ -45,9 +45,7 @@ class Canary:
 
 
 def _sample(prompt: Prompt, train_step: TrainStep, temperature: float) -> TrainingSample:
-    info = train_step.info
-    lengths = [info.num_image_tokens(image) for image in prompt.images]
-    token_ids, ranges = expand_placeholders(prompt.token_ids, lengths, info.placeholder_ids)
+    token_ids, ranges = train_step.info.expand(prompt.token_ids, prompt.images)
     slots = [(image, placed.offset, placed.length) for image, placed in zip(prompt.images, ranges, strict=True)]
     zeros = np.zeros(len(token_ids), dtype=np.float32)
     return TrainingSample(

@@ -8,6 +8,7 @@ import pytest
 
 from latepix.config.schema import RunConfig
 from latepix.errors import HandshakeFailed
+from latepix.families.model_info import ModelInfo
 from latepix.inference.facts import (
     Difference,
     Facts,
@@ -330,9 +331,9 @@ def make_config(model: Path, **inference: Any) -> RunConfig:
     )
 
 
-def test_a_run_needs_what_its_config_says(tiny_model: Path) -> None:
+def test_a_run_needs_what_its_config_says(tiny_model: Path, info: ModelInfo) -> None:
     config = make_config(tiny_model, max_model_len=512, vllm={"data_parallel_size": 2})
-    assert needs_of(config) == Needs(
+    assert needs_of(config, info) == Needs(
         max_model_len=512,
         group_size=6,
         max_images=3,
@@ -342,12 +343,12 @@ def test_a_run_needs_what_its_config_says(tiny_model: Path) -> None:
     )
 
 
-def test_no_run_needs_more_positions_than_the_model_has(tiny_model: Path) -> None:
-    assert needs_of(make_config(tiny_model, max_model_len=1_000_000)).max_model_len == 8192
+def test_no_run_needs_more_positions_than_the_model_has(tiny_model: Path, info: ModelInfo) -> None:
+    assert needs_of(make_config(tiny_model, max_model_len=1_000_000), info).max_model_len == 8192
 
 
 @pytest.mark.parametrize(("weight_update", "backend"), [("reload_weights", None), ("nccl", "nccl")])
 def test_each_way_to_update_weights_needs_its_backend(
-    tiny_model: Path, weight_update: str, backend: str | None
+    tiny_model: Path, info: ModelInfo, weight_update: str, backend: str | None
 ) -> None:
-    assert needs_of(make_config(tiny_model, weight_update=weight_update)).weight_transfer == backend
+    assert needs_of(make_config(tiny_model, weight_update=weight_update), info).weight_transfer == backend
