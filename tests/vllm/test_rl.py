@@ -8,6 +8,7 @@ import signal
 import subprocess
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -37,22 +38,23 @@ def processes_of(launcher: int) -> dict[int, list[int]]:
     return {child: [pid for pid, _, group in rows if group == child] for child in children}
 
 
+def run_digits(model: Path, out: Path, *settings: object) -> tuple[dict[str, Any], list[dict[str, float]]]:
+    """Run the digits example with vLLM to its end; returns its summary and its metrics."""
+    command = ("rl", "@", EXAMPLE / "run.toml", "--model.path", model, "--output_dir", out, *VLLM)
+    code, said, err = finish(start(*command, "--eval.every_steps", 0, *settings), timeout_s=TIMEOUT_S)
+    assert code == 0, f"{said}\n{err}\n{(out / 'logs' / 'inference.log').read_text()[-3000:]}"
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return json.loads((out / "summary.json").read_text()), rows
+
+
 def test_it_learns_like_with_the_local_engine(warm_model: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
-    code, said, err = finish(
-        start(
-            *("rl", "@", EXAMPLE / "run.toml", "--model.path", warm_model, "--output_dir", out, *VLLM),
-            *("--steps", 30, "--trainer.optim.warmup_steps", 2, "--eval.every_steps", 0, "--eval.num_tasks", 60),
-        ),
-        timeout_s=TIMEOUT_S,
-    )
-    assert code == 0, f"{said}\n{err}\n{(out / 'logs' / 'inference.log').read_text()[-3000:]}"
-    summary = json.loads((out / "summary.json").read_text())
+    settings = ("--steps", 30, "--trainer.optim.warmup_steps", 2, "--eval.num_tasks", 60)
+    summary, rows = run_digits(warm_model, out, *settings)
     assert summary["num_quarantined"] == 0
     # Measured: 0.23 -> 0.6 and more.
     assert summary["reward_last"] > summary["reward_first"] + 0.15
     assert summary["mismatch_kl_max"] < 1e-6
-    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert max(row["canary/kl"] for row in rows if "canary/kl" in row) < 1e-6
     # With the tiny model an update takes a tenth of a second.
     assert min(row["time/update_weights_s"] for row in rows if "time/update_weights_s" in row) < 1
@@ -60,18 +62,9 @@ def test_it_learns_like_with_the_local_engine(warm_model: Path, tmp_path: Path) 
 
 
 def test_two_data_parallel_ranks_serve_the_same_weights(warm_model: Path, tmp_path: Path) -> None:
-    out = tmp_path / "run"
-    code, said, err = finish(
-        start(
-            *("rl", "@", EXAMPLE / "run.toml", "--model.path", warm_model, "--output_dir", out, *VLLM),
-            *("--inference.vllm.data_parallel_size", 2, "--steps", 4, "--trainer.optim.warmup_steps", 1),
-            *("--eval.every_steps", 0, "--eval.num_tasks", 8),
-        ),
-        timeout_s=TIMEOUT_S,
-    )
-    assert code == 0, f"{said}\n{err}\n{(out / 'logs' / 'inference.log').read_text()[-3000:]}"
-    assert json.loads((out / "summary.json").read_text())["mismatch_kl_max"] < 1e-6
-    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    settings = ("--inference.vllm.data_parallel_size", 2, "--steps", 4, "--trainer.optim.warmup_steps", 1)
+    summary, rows = run_digits(warm_model, tmp_path / "run", *settings, "--eval.num_tasks", 8)
+    assert summary["mismatch_kl_max"] < 1e-6
     # The canary asks each rank.
     assert max(row["canary/kl"] for row in rows if "canary/kl" in row) < 1e-6
 
