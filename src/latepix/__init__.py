@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from latepix import torchvision_stubs
 from latepix.families.registry import get_adapter
 from latepix.orchestrator.batch import prepare_batch
 from latepix.orchestrator.samples import trace_to_samples
@@ -20,6 +21,9 @@ from latepix.trace.training import MicroBatch, TrainingSample
 
 if TYPE_CHECKING:
     from latepix.trainer.materialize import materialize_mm_refs
+
+# Hugging Face imports torchvision wherever it is installed, so this comes before anything imports transformers.
+torchvision_stubs.install()
 
 __version__ = "0.1.0"
 __all__ = [

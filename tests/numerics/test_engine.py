@@ -286,6 +286,7 @@ class CountingAdapter(QwenVLAdapter):
     """The adapter with a tally of its forwards."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.rows: list[int] = []
         self.encoded: list[int] = []
 

@@ -183,14 +183,14 @@ def test_several_micro_batches_equal_one(policy: Policy, sizes: tuple[int, ...])
 
 
 def test_the_cheaper_layout_is_chosen(policy: Policy) -> None:
-    both = ForwardPolicy(positions="mrope", layouts=("packed", "padded"))
+    both = ForwardPolicy(positions="mrope", layouts=("packed", "padded"), takes_mm_token_type_ids=True)
     # 64 equal short rows: padding wastes nothing, a packed row would attend across 2,048 tokens.
     assert choose_layout([32] * 64, both, hidden_size=96, wanted="auto") == "padded"
     assert choose_layout([400, *[8] * 20], both, hidden_size=96, wanted="auto") == "packed"
 
 
 def test_a_layout_that_would_leak_is_refused(policy: Policy) -> None:
-    padded_only = ForwardPolicy(positions="mrope", layouts=("padded",))
+    padded_only = ForwardPolicy(positions="mrope", layouts=("padded",), takes_mm_token_type_ids=True)
     assert choose_layout([400, *[8] * 20], padded_only, hidden_size=96, wanted="auto") == "padded"
     sample = make_sample(policy.info, 3)
     micro_batch = pack_samples([sample])

@@ -47,11 +47,15 @@ LIGHT = (
 # the modules of `inference` that are no part of a server. `runs` and `processes` are helpers of the actors: they lie
 # below them. The commands (`ABOVE`) lie above everything.
 SHARED = {"errors", "metrics", "trace", "config"}
-CLIENT = {f"inference.{name}" for name in ("canary", "client", "contract", "control", "facts", "http", "render")}
+CLIENT = {
+    f"inference.{name}"
+    for name in ("canary", "client", "contract", "control", "facts", "http", "qwen25_renderer", "render")
+}
 TOOLS = {"families", "transport", *CLIENT}
 HELPERS = {"runs", "processes"}
 BELOW = {
     "errors": set(),
+    "torchvision_stubs": set(),
     "metrics": {"errors"},
     "trace": {"errors"},
     "config": {"errors"},

@@ -30,19 +30,33 @@ class ForwardPolicy(msgspec.Struct, frozen=True):
 
     Attributes:
         positions: `mrope` (3 axes: t, h, w) or `rope` (1 axis).
-        layouts: how several samples may share a forward without leaking, cheapest first on a GPU: `packed` (one row,
-            samples told apart by positions that restart) and `padded` (one row each, padded on the right).
+        layouts: how several samples may share a forward without leaking into each other: `packed` (one row, samples
+            told apart by positions that restart) and `padded` (one row each, padded on the right).
+        takes_mm_token_type_ids: whether Hugging Face's forward takes them. We give positions instead, which say more.
+        is_recurrent: some layers carry a state from token to token. What stands on the right of a row changes nothing,
+            as everywhere; but a state taken behind padding would have seen it, so prompts that are to be continued
+            are padded on the left, under an attention mask.
+        context_parallel: what cutting a sequence over ranks has to wait for: `after_vision_merge` (then tokens,
+            positions and deepstack features are cut alike), or `refused`: a layer needs the whole sequence.
     """
 
     positions: Literal["mrope", "rope"]
     layouts: tuple[Literal["packed", "padded"], ...]
+    takes_mm_token_type_ids: bool
+    is_recurrent: bool = False
+    context_parallel: Literal["after_vision_merge", "refused"] = "after_vision_merge"
+
+    @property
+    def num_axes(self) -> int:
+        """Axes of a position: 3 or 1."""
+        return 3 if self.positions == "mrope" else 1
 
 
 class ProcessedImage(msgspec.Struct, frozen=True):
     """One picture after the family's image processor.
 
     Attributes:
-        pixel_values: [t*h*w, D_patch] float32, normalized patches.
+        pixel_values: [t*h*w, ...] float32, normalized patches: flat (Qwen) or [3, 14, 14] (Kimi).
         grid_thw: patches along time, height and width.
         num_tokens: placeholder tokens it fills.
     """
@@ -62,8 +76,17 @@ class Adapter(Protocol):
 
     forward_policy: ForwardPolicy
 
-    def load_model(self, path: Path, *, dtype: torch.dtype, device: str) -> PreTrainedModel:
-        """Load the Hugging Face class of the family, in eval mode, with sdpa attention."""
+    def load_model(self, path: Path, *, dtype: torch.dtype, device: str, attention: str = "sdpa") -> PreTrainedModel:
+        """Load the Hugging Face class of the family, in eval mode.
+
+        Args:
+            path: the model folder, in hub layout.
+            dtype: of the weights.
+            device: such as `cpu` or `cuda`.
+            attention: Hugging Face's name of the attention implementation.
+        Raises:
+            ConfigError: the folder is incomplete, damaged, or not what its config says.
+        """
         ...
 
     def load_processor(self, path: Path) -> Any:
@@ -109,7 +132,8 @@ class Adapter(Protocol):
             position_ids: [A, B, S]; for packed rows with a first extra axis of text positions that restart.
             encoded: from `encode_images`, None if no slot is in these tokens.
             slot_images: index into the encoded pictures of every slot, row by row.
-            attention_mask: [B, S_cache + S] of 0 and 1, or None for plain causal attention.
+            attention_mask: [B, S_cache + S] of 0 and 1, or None for plain causal attention (in a packed row: within
+                each sample).
             cache: a Hugging Face cache, filled in place; None for none.
         """
         ...

@@ -9,12 +9,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
 from latepix.errors import ConfigError
-from latepix.trace.ingress import GridFit, InlineImage
+from latepix.trace.ingress import GridFit, InlineImage, PaddedGridFit
 from latepix.trace.refs import PlaceholderRange, expand_placeholders
 
 
@@ -68,6 +68,38 @@ class ModelInfo(msgspec.Struct, frozen=True):
         return expand_placeholders(token_ids, [self.num_image_tokens(image) for image in images], self.placeholder_ids)
 
 
+class KimiPictureSettings(msgspec.Struct, frozen=True):
+    """How Kimi K2.5 turns a picture into patches.
+
+    Attributes:
+        patch_size: pixels per side of a patch.
+        merge_size: patches that become one token, per side.
+        max_patches: of a picture.
+        max_side_patches: of its longer side.
+        image_mean, image_std: of the three channels, of values in [0, 1].
+    """
+
+    patch_size: Annotated[int, msgspec.Meta(gt=0)]
+    merge_size: Annotated[int, msgspec.Meta(gt=0)]
+    max_patches: Annotated[int, msgspec.Meta(gt=0)]
+    max_side_patches: Annotated[int, msgspec.Meta(gt=0)]
+    image_mean: tuple[float, float, float]
+    image_std: tuple[float, float, float]
+
+    def grid(self) -> tuple[GridFit, int]:
+        """Return the sizes that its processor leaves alone, and the merge size."""
+        factor = self.patch_size * self.merge_size
+        grid = PaddedGridFit(
+            factor=factor,
+            min_pixels=factor**2,
+            max_pixels=self.max_patches * self.patch_size**2,
+            patch=self.patch_size,
+            max_patches=self.max_patches,
+            max_side_patches=self.max_side_patches,
+        )
+        return grid, self.merge_size
+
+
 def read_model_info(path: Path) -> ModelInfo:
     """Read the facts of a model folder.
 
@@ -80,7 +112,7 @@ def read_model_info(path: Path) -> ModelInfo:
     model_type = str(config.get("model_type"))
     family = family_of(model_type, where=path / "config.json")
     tokenizer = _read_json(path, "tokenizer.json")
-    grid, merge_size = _read_grid(path)
+    grid, merge_size = _read_grid(path, model_type)
     try:
         text = config.get("text_config", config)
         vocab_size = int(text["vocab_size"])
@@ -114,11 +146,10 @@ def read_model_info(path: Path) -> ModelInfo:
     )
 
 
-def _read_grid(path: Path) -> tuple[GridFit, int]:
-    if (path / "preprocessor_config.json").exists():
-        settings = _read_json(path, "preprocessor_config.json")
-    else:
-        settings = _read_json(path, "processor_config.json").get("image_processor", {})
+def _read_grid(path: Path, model_type: str) -> tuple[GridFit, int]:
+    if model_type == "kimi_k25":
+        return kimi_picture_settings(path).grid()
+    settings = _picture_settings(path)
     size = settings.get("size") or {}
     low = size.get("shortest_edge", settings.get("min_pixels"))
     high = size.get("longest_edge", settings.get("max_pixels"))
@@ -139,6 +170,55 @@ def _read_grid(path: Path) -> tuple[GridFit, int]:
             f"model's config.json has {wanted}. The processor's settings are not those of the model."
         )
     return grid, merge_size
+
+
+def kimi_picture_settings(path: Path) -> KimiPictureSettings:
+    """Read how Kimi's pictures are processed, under the hub's names or under Hugging Face's.
+
+    The hub keeps them in `media_proc_cfg`, which Hugging Face's class does not read: it would take its defaults.
+
+    Raises:
+        ConfigError: a setting is missing or makes no sense.
+    """
+    settings = _picture_settings(path)
+    media = settings.get("media_proc_cfg") or {}
+    size = settings.get("size") or {}
+    values = {
+        "patch_size": media.get("patch_size", settings.get("patch_size")),
+        "merge_size": media.get("merge_kernel_size", settings.get("merge_size")),
+        "max_patches": media.get("in_patch_limit", settings.get("max_patches")),
+        "max_side_patches": media.get("patch_limit_on_one_side", size.get("max_height")),
+        "image_mean": media.get("image_mean", settings.get("image_mean")),
+        "image_std": media.get("image_std", settings.get("image_std")),
+    }
+    try:
+        read = msgspec.convert(values, KimiPictureSettings)
+    except msgspec.ValidationError as error:
+        raise ConfigError(
+            f"{path}: the image processor's settings lack something of {', '.join(values)} ({error}). Wanted them in "
+            "preprocessor_config.json (or processor_config.json), as the hub has them in media_proc_cfg."
+        ) from error
+    if (
+        media
+        and size
+        and (read.max_patches, read.max_side_patches)
+        != (
+            settings.get("max_patches", read.max_patches),
+            size.get("max_height", read.max_side_patches),
+        )
+    ):
+        raise ConfigError(
+            f"{path}: the image processor has two limits: media_proc_cfg allows {read.max_patches} patches, "
+            f"{read.max_side_patches} on a side; max_patches is {settings.get('max_patches')}, size.max_height "
+            f"{size.get('max_height')}. vLLM reads the first, Hugging Face the others; make them equal."
+        )
+    return read
+
+
+def _picture_settings(path: Path) -> dict[str, Any]:
+    if (path / "preprocessor_config.json").exists():
+        return _read_json(path, "preprocessor_config.json")
+    return _read_json(path, "processor_config.json").get("image_processor", {})
 
 
 def _read_json(path: Path, name: str) -> dict[str, Any]:

@@ -1,73 +1,94 @@
-"""The Qwen-VL family: `pixel_values` as flat patches, `image_grid_thw`, 3-axis MRoPE positions.
+"""The Qwen-VL families: `pixel_values` as flat patches, `image_grid_thw`, 3-axis MRoPE positions.
 
-Source of the classes: transformers `models/qwen3_vl/modeling_qwen3_vl.py`.
+Source of the classes: transformers `models/{qwen2_5_vl,qwen3_vl,qwen3_vl_moe,qwen3_5,qwen3_5_moe}/modeling_*.py`.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
-from safetensors import SafetensorError
-from transformers import AutoModelForImageTextToText, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from latepix.errors import CheckpointError, ConfigError, PlaceholderMismatch
-from latepix.families.base import ForwardPolicy, ProcessedImage
+from latepix.errors import ConfigError, PlaceholderMismatch
+from latepix.families.base import ForwardPolicy
+from latepix.families.hugging_face import HubLayout, HuggingFaceAdapter, SameLayout, Tensors
 from latepix.families.model_info import ModelInfo
 
-#: What Hugging Face reports when weights and config do not fit each other; it would go on all the same.
-_LOADING_PROBLEMS = ("missing_keys", "unexpected_keys", "mismatched_keys")
+
+def _hybrid() -> ForwardPolicy:
+    """Return the policy of families with linear attention.
+
+    Its plain torch code knows no borders between samples: a packed row would leak. The kernels for GPUs know them.
+    """
+    has_kernels = torch.cuda.is_available() and all(find_spec(name) for name in ("fla", "causal_conv1d"))
+    return ForwardPolicy(
+        positions="mrope",
+        layouts=("packed", "padded") if has_kernels else ("padded",),
+        takes_mm_token_type_ids=True,
+        is_recurrent=True,
+        context_parallel="refused",
+    )
 
 
-class QwenVLAdapter:
-    """Adapter of `qwen3_vl`."""
+#: Attention only: a packed row is told apart by text positions that restart.
+_ATTENTION = ForwardPolicy(positions="mrope", layouts=("packed", "padded"), takes_mm_token_type_ids=True)
+_EXPERTS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 
-    forward_policy = ForwardPolicy(positions="mrope", layouts=("packed", "padded"))
 
-    def load_model(self, path: Path, *, dtype: torch.dtype, device: str) -> PreTrainedModel:
-        """Load the model of a folder, in eval mode, with sdpa attention.
+class TransposedExperts:
+    """The hub has the experts of `qwen3_vl_moe` as [E, in, out], the class as [E, out, in]."""
+
+    def check(self, config: Any) -> None:
+        """Refuse sizes at which the two layouts look alike: Hugging Face would guess, and guess wrong.
 
         Raises:
-            ConfigError: it is incomplete, damaged or of another shape than its config says.
+            ConfigError: an expert's matrix is square.
         """
-        try:
-            # With the loading info, `from_pretrained` returns a pair, which its annotation does not say.
-            loaded: Any = AutoModelForImageTextToText.from_pretrained(
-                path, dtype=dtype, attn_implementation="sdpa", local_files_only=True, output_loading_info=True
-            )
-            model, loading = loaded
-        except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-            raise ConfigError(f"Cannot load the model in {path} (model.path): {error}") from error
-        wrong = {kind: sorted(map(str, loading[kind])) for kind in _LOADING_PROBLEMS if loading.get(kind)}
-        if wrong:
-            # Hugging Face would fill what is missing with random numbers, others in every process.
-            kinds = "; ".join(
-                f"{len(names)} {kind.replace('_', ' ')} ({names[0]}, ...)" for kind, names in wrong.items()
-            )
+        text = config.get_text_config()
+        hidden, expert = text.hidden_size, text.moe_intermediate_size
+        if hidden in (expert, 2 * expert):
             raise ConfigError(
-                f"The weights in {path} (model.path) are not those of its config.json: {kinds}. Download the model "
-                "again."
+                f"The experts of this {config.model_type} have square matrices (hidden_size {hidden}, "
+                f"moe_intermediate_size {expert}), so that Hugging Face cannot tell the hub's layout from its own and "
+                "loads them transposed. Choose a moe_intermediate_size that is neither hidden_size nor half of it."
             )
-        return model.to(device).eval()
+
+    def to_hub(self, model: PreTrainedModel, tensors: Tensors) -> Tensors:
+        """Return the tensors with transposed experts."""
+        return {name: tensor.transpose(1, 2) if name.endswith(_EXPERTS) else tensor for name, tensor in tensors.items()}
+
+    def from_hub(self, model: PreTrainedModel, tensors: Tensors) -> Tensors:
+        """Return the tensors with transposed experts: the same again."""
+        return self.to_hub(model, tensors)
+
+
+#: model_type -> how its forward may be called, and how its checkpoints are laid out.
+_FAMILIES: dict[str, tuple[ForwardPolicy, HubLayout]] = {
+    "qwen2_5_vl": (_ATTENTION, SameLayout({"model.visual.": "visual.", "model.language_model.": "model."})),
+    "qwen3_vl": (_ATTENTION, SameLayout()),
+    "qwen3_vl_moe": (_ATTENTION, TransposedExperts()),
+    "qwen3_5": (_hybrid(), SameLayout()),
+    # Hugging Face writes one tensor for every expert; the hub has them stacked, as the class.
+    "qwen3_5_moe": (_hybrid(), SameLayout()),
+}
+
+
+class QwenVLAdapter(HuggingFaceAdapter):
+    """Adapter of `qwen2_5_vl`, `qwen3_vl`, `qwen3_vl_moe`, `qwen3_5` and `qwen3_5_moe`."""
+
+    def __init__(self, model_type: str = "qwen3_vl") -> None:
+        self.forward_policy, self.hub_layout = _FAMILIES[model_type]
 
     def load_processor(self, path: Path) -> Qwen2VLImageProcessorPil:
         """Load the PIL image processor; it needs no torchvision."""
         return Qwen2VLImageProcessorPil.from_pretrained(path, local_files_only=True)
-
-    def process_image(self, processor: Qwen2VLImageProcessorPil, picture: Image.Image) -> ProcessedImage:
-        """Run the image processor on one RGB picture."""
-        output = processor(images=[picture], return_tensors="pt")
-        t, h, w = (int(n) for n in output["image_grid_thw"][0])
-        merge = int(processor.merge_size)
-        return ProcessedImage(
-            pixel_values=output["pixel_values"], grid_thw=(t, h, w), num_tokens=t * h * w // (merge * merge)
-        )
 
     def position_ids(
         self, mm_token_type_ids: np.ndarray, grids: Sequence[tuple[int, int, int]], info: ModelInfo
@@ -111,76 +132,22 @@ class QwenVLAdapter:
             raise PlaceholderMismatch(f"{len(grids)} grids, but picture tokens for {slot}.")
         return positions
 
-    def encode_images(self, model: PreTrainedModel, images: Sequence[ProcessedImage]) -> Any:
-        """Run the vision tower once over distinct pictures.
+    def row_arguments(self, position_ids: torch.Tensor) -> dict[str, Any]:
+        """Return where samples begin in a packed row, for the kernels of linear attention.
 
-        Returns:
-            Hugging Face's output with `pooler_output` and `deepstack_features`, split by picture.
+        Without the kernels, Hugging Face refuses them: nothing can leak in silence.
         """
-        device = next(model.parameters()).device
-        pixel_values = torch.cat([image.pixel_values for image in images]).to(device)
-        grids = torch.tensor([image.grid_thw for image in images], device=device)
-        return _inner(model).get_image_features(pixel_values, grids, return_dict=True)
-
-    def forward_hidden(
-        self,
-        model: PreTrainedModel,
-        *,
-        input_ids: torch.Tensor,
-        position_ids: torch.Tensor,
-        encoded: Any = None,
-        slot_images: Sequence[int] = (),
-        attention_mask: torch.Tensor | None = None,
-        cache: Any = None,
-    ) -> torch.Tensor:
-        """Return the last hidden states [B, S, D]; every slot gets the features of its picture."""
-        features = None
-        if encoded is not None:
-            features = {"image": _scatter(encoded, slot_images)}
-        output = _inner(model)(
-            input_ids=input_ids,
-            position_ids=position_ids,
-            attention_mask=attention_mask,
-            cache=cache,
-            use_cache=cache is not None,
-            mm_encoder_outputs=features,
-        )
-        return output.last_hidden_state
-
-    def lm_head(self, model: PreTrainedModel, hidden: torch.Tensor) -> torch.Tensor:
-        """Return logits [..., V] of hidden states [..., D]."""
-        return model.get_output_embeddings()(hidden)
-
-    def hub_state_dict(self, model: PreTrainedModel) -> dict[str, torch.Tensor]:
-        """Return the weights as `save_pretrained` names them; a tied output layer is left out."""
-        tensors = {name: tensor.detach() for name, tensor in model.state_dict().items()}
-        if model.config.tie_word_embeddings:
-            tensors.pop("lm_head.weight", None)
-        return tensors
-
-    def load_hub_state_dict(self, model: PreTrainedModel, tensors: dict[str, torch.Tensor]) -> None:
-        """Copy weights in hub layout into the model, all or nothing."""
-        own = self.hub_state_dict(model)
-        missing, unknown = sorted(own.keys() - tensors.keys()), sorted(tensors.keys() - own.keys())
-        shapes = [name for name in own.keys() & tensors.keys() if own[name].shape != tensors[name].shape]
-        if missing or unknown or shapes:
-            raise CheckpointError(
-                f"The weights do not fit the model: missing {missing[:3]}, unknown {unknown[:3]}, other shape "
-                f"{sorted(shapes)[:3]} ({len(missing)}, {len(unknown)} and {len(shapes)} in all)."
-            )
-        with torch.no_grad():
-            for name, tensor in own.items():
-                tensor.copy_(tensors[name])
-
-
-def _inner(model: PreTrainedModel) -> Any:
-    """Return the model below the output layer; its class is another one in every family."""
-    return model.base_model
-
-
-def _scatter(encoded: Any, slot_images: Sequence[int]) -> Any:
-    """Give every slot its picture's features; autograd sums the gradients of slots that share a picture."""
-    return type(encoded)(
-        pooler_output=[encoded.pooler_output[index] for index in slot_images],
-        deepstack_features=[[level[index] for index in slot_images] for level in encoded.deepstack_features],
-    )
+        if not self.forward_policy.is_recurrent or len(position_ids) == 3:
+            return {}
+        is_start = position_ids[0, 0] == 0
+        starts = torch.nonzero(is_start)[:, 0]
+        ends = starts.new_tensor([is_start.numel()])
+        borders = torch.cat([starts, ends]).int()
+        longest = int(borders.diff().max())
+        return {
+            "cu_seq_lens_q": borders,
+            "cu_seq_lens_k": borders,
+            "max_length_q": longest,
+            "max_length_k": longest,
+            "seq_idx": (is_start.int().cumsum(0, dtype=torch.int32) - 1)[None],
+        }

@@ -6,21 +6,29 @@ looks like a special token (`<|image_pad|>` in a tool's output) stays text.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import importlib
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 from renderers import ToolCallParseStatus, create_renderer
-from renderers.configs import Qwen3VLRendererConfig
+from renderers.configs import KimiK25RendererConfig, Qwen3VLRendererConfig, Qwen35RendererConfig
 from tokenizers import Tokenizer
 
 from latepix.errors import ConfigError, PlaceholderMismatch
 from latepix.families.model_info import ModelInfo
-from latepix.families.registry import family_of
+from latepix.families.registry import Family, family_of
+from latepix.inference.qwen25_renderer import Qwen25VLRenderer
 from latepix.trace.messages import Message, TextPart, iter_images
 
-_RENDERER_CONFIGS = {"qwen3-vl": Qwen3VLRendererConfig}
+#: How a family's conversations become tokens. Thinking is off: the prompt ends with an empty block of thoughts.
+_RENDERERS: dict[str, Callable[[Any], Any]] = {
+    "qwen2.5-vl": Qwen25VLRenderer,
+    "qwen3-vl": lambda tokenizer: create_renderer(tokenizer, Qwen3VLRendererConfig()),
+    "qwen3.5": lambda tokenizer: create_renderer(tokenizer, Qwen35RendererConfig(enable_thinking=False)),
+    "kimi-k2.5": lambda tokenizer: create_renderer(tokenizer, KimiK25RendererConfig(thinking=False)),
+}
 
 
 class TextTokenizer:
@@ -75,7 +83,7 @@ class MessageRenderer:
         self.info = info
         self.tokenizer = TextTokenizer(info.path, info.stop_ids[0])
         # Any: the package's protocol leaves `process_multimodal` out, which its renderers of pictures take.
-        self._renderer: Any = create_renderer(self.tokenizer, _RENDERER_CONFIGS[family.renderer]())
+        self._renderer: Any = _make_renderer(family, self.tokenizer)
 
     def render(self, messages: Sequence[Message]) -> RenderedPrompt:
         """Render a whole conversation, ready for the policy to answer.
@@ -139,6 +147,25 @@ class MessageRenderer:
                 f"The messages hold {num_images} pictures, their prompt {num_placeholders} placeholders. The template "
                 f"of {self.info.model_type} shows no pictures in some roles (system); move them to a user message."
             )
+
+
+def _make_renderer(family: Family, tokenizer: TextTokenizer) -> Any:
+    """Return the renderer of a family: one of ours by name, or one of another package by import path.
+
+    Raises:
+        ConfigError: it cannot be imported, or the tokenizer lacks a token that it needs.
+    """
+    make = _RENDERERS.get(family.renderer)
+    try:
+        if make is None:
+            module, _, name = family.renderer.partition(":")
+            make = getattr(importlib.import_module(module), name)
+        return make(tokenizer)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"The renderer of {family.model_type}, {family.renderer!r}, is not there: {error}") from error
+    except AssertionError as error:
+        # How the `renderers` package says that a special token is missing.
+        raise ConfigError(f"{tokenizer.name_or_path} (model.path): {error}") from error
 
 
 def _function(call: Any) -> dict[str, Any]:

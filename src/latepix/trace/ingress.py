@@ -80,7 +80,7 @@ class InlineImage(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class GridFit(msgspec.Struct, frozen=True):
-    """The picture sizes a family's processor leaves alone.
+    """The picture sizes a family's processor leaves alone; this one rounds to a grid (Qwen).
 
     Attributes:
         factor: width and height are multiples of this many pixels (patch x merge).
@@ -118,6 +118,38 @@ class GridFit(msgspec.Struct, frozen=True):
                 break
             size = fitted
         return size
+
+
+class PaddedGridFit(GridFit, frozen=True, kw_only=True):
+    """A processor that shrinks to its limits, and pads to the grid on the right and below (Kimi).
+
+    Attributes:
+        patch: pixels per side of a patch.
+        max_patches: of a picture, in whole patches before padding.
+        max_side_patches: of its longer side.
+    """
+
+    patch: int
+    max_patches: int
+    max_side_patches: int
+
+    def processed_size(self, width: int, height: int) -> tuple[int, int]:
+        """Return the (width, height) that a picture has after shrinking and padding (`navit_resize`)."""
+        side = self.max_side_patches * self.patch
+        patches = max(1, width // self.patch) * max(1, height // self.patch)
+        scale = min(1.0, math.sqrt(self.max_patches / patches), side / height, side / width)
+        new_w, new_h = (min(side, max(1, int(length * scale))) for length in (width, height))
+        return -(-new_w // self.factor) * self.factor, -(-new_h // self.factor) * self.factor
+
+    def size(self, width: int, height: int) -> tuple[int, int]:
+        """Return a (width, height) on the grid near the given one, within the limits: nothing is resized or padded."""
+        most = self.max_side_patches * self.patch // self.factor
+        cells = self.max_patches * self.patch**2 // self.factor**2
+        scale = min(1.0, math.sqrt(cells * self.factor**2 / (width * height)), most * self.factor / max(width, height))
+        columns, rows = (min(most, max(1, round(length * scale / self.factor))) for length in (width, height))
+        while columns * rows > cells:
+            columns, rows = (columns - 1, rows) if columns >= rows else (columns, rows - 1)
+        return columns * self.factor, rows * self.factor
 
 
 def ingest_image(

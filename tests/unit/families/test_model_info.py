@@ -105,7 +105,7 @@ def test_missing_settings_of_the_processor_are_named(folder: Path, key: str) -> 
 
 def test_the_registry_knows_its_families() -> None:
     assert family_of("qwen3_vl").media_tokens[0] == "<|image_pad|>"
-    with pytest.raises(ConfigError, match="register_family"):
+    with pytest.raises(ConfigError, match="register_adapter"):
         family_of("llava")
 
 

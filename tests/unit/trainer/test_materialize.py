@@ -24,6 +24,7 @@ class CountingAdapter(QwenVLAdapter):
     """The adapter with a tally of the pictures it processed."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.num_processed = 0
 
     def process_image(self, processor: Any, picture: Image.Image) -> ProcessedImage:
