@@ -110,6 +110,14 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
 
 
 def peak_rss_bytes() -> int:
-    """Largest resident memory of this process so far, in bytes."""
+    """Largest resident memory of this process so far, in bytes.
+
+    Read from `/proc` where there is one: Linux lets `ru_maxrss` begin at the peak of the process that started this one.
+    """
+    status = Path("/proc/self/status")
+    if status.exists():
+        for line in status.read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024

@@ -5,7 +5,7 @@ Mean mismatch KL below 1e-9 nats: logprobs that differ by 4e-5, the rounding of 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from latepix.families.base import ProcessedImage
 from latepix.families.qwen_vl import QwenVLAdapter
+from latepix.families.tiny import TINY_FAMILIES
 from latepix.inference.contract import GenerateRequest
 from latepix.inference.local_engine import BadRequest, Completion, LocalEngine, PreparedPrompt
 from latepix.trace.ingress import InlineImage, ingest_image
@@ -63,7 +64,14 @@ def mismatch_kl(policy: Policy, samples: Sequence[TrainingSample]) -> tuple[floa
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_engine_logprobs_equal_trainer_logprobs(engine: LocalEngine, policy: Policy, temperature: float) -> None:
+@pytest.mark.parametrize("family", TINY_FAMILIES)
+def test_engine_logprobs_equal_trainer_logprobs(
+    sharp_family: Callable[[str], Path],
+    family_policy: Callable[[str], Policy],
+    family: str,
+    temperature: float,
+) -> None:
+    engine, policy = LocalEngine(sharp_family(family), max_model_len=256), family_policy(family)
     how = {"temperature": temperature, "max_tokens": 12, "n": 3, "stop_token_ids": list(engine.info.stop_ids)}
     prompts: list[tuple[int | InlineImage, ...]] = [
         (9,),

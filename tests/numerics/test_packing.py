@@ -1,14 +1,14 @@
 """A packed row = padded rows = one sample after the other = Hugging Face's plain forward.
 
-Tolerances: logprobs 2e-5 absolute and gradients 2e-5 of the parameter's largest entry. All is float32 and only the
-order of additions differs; the observed differences are a tenth of that. A leak between samples is of the order of 1.
+Tolerances: logprobs 2e-5 absolute (these policies' logprobs go down to -34, where float32 is 4e-6 apart) and gradients
+1e-5 of the parameter's largest entry. Only the order of additions differs. A leak between samples is of the order of 1.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ import torch
 
 from latepix.errors import ConfigError
 from latepix.families.base import ForwardPolicy
+from latepix.families.tiny import TINY_FAMILIES
 from latepix.trace.training import TrainingSample, pack_samples
 from latepix.trainer.forward import choose_layout, forward
 from latepix.trainer.loss import LossInputs, trust_region_policy_gradient
@@ -24,13 +25,19 @@ from latepix.trainer.materialize import materialize_mm_refs
 from tests.tiny.policy import Policy, assert_same_gradients, draw, gradients, make_sample, score
 
 LOGPROB_TOLERANCE = 2e-5
-GRADIENT_TOLERANCE = 2e-5
+GRADIENT_TOLERANCE = 1e-5
 SMALL, WIDE, TALL, LARGE = (
     draw(32, 32, seed=1),
     draw(96, 32, seed=2),
     draw(32, 128, seed=3),
     draw(96, 64, seed=4),
 )
+
+
+@pytest.fixture(scope="module", params=TINY_FAMILIES)
+def policy(request: pytest.FixtureRequest, family_policy: Callable[[str], Policy]) -> Policy:
+    """Return the sharpened model of each family in turn."""
+    return family_policy(request.param)
 
 
 def mixed_samples(policy: Policy) -> list[TrainingSample]:
@@ -45,13 +52,6 @@ def mixed_samples(policy: Policy) -> list[TrainingSample]:
     ]
 
 
-def weighted(outputs: Any, seed: int = 0) -> torch.Tensor:
-    """Reduce outputs to a scalar that every token pulls with another weight."""
-    rng = torch.Generator().manual_seed(seed)
-    weights = torch.randn(2, len(outputs.trainer_logprobs), generator=rng)
-    return (weights[0] * outputs.trainer_logprobs + weights[1] * outputs.entropies).sum()
-
-
 def plain_logprobs(policy: Policy, sample: TrainingSample) -> torch.Tensor:
     """Compute the trained tokens' logprobs with Hugging Face's own forward: pixels in, one entry per slot."""
     processed = [policy.adapter.process_image(policy.processor, image.open()) for image in sample.mm_refs.images]
@@ -64,11 +64,10 @@ def plain_logprobs(policy: Policy, sample: TrainingSample) -> torch.Tensor:
         }
     ids = torch.from_numpy(sample.token_ids.astype(np.int64))
     model: Any = policy.model
-    logits = model(
-        input_ids=ids[None],
-        mm_token_type_ids=torch.from_numpy(sample.mm_token_type_ids.astype(np.int64))[None],
-        **pictures,
-    ).logits[0]
+    types: dict[str, torch.Tensor] = {}
+    if policy.adapter.forward_policy.takes_mm_token_type_ids:
+        types = {"mm_token_type_ids": torch.from_numpy(sample.mm_token_type_ids.astype(np.int64))[None]}
+    logits = model(input_ids=ids[None], **types, **pictures).logits[0]
     logits = logits.index_fill(1, torch.tensor(policy.info.banned_ids), -math.inf) / sample.temperature
     trained = torch.from_numpy(np.flatnonzero(sample.loss_mask))
     return torch.log_softmax(logits[trained - 1], dim=-1).gather(1, ids[trained, None])[:, 0]
@@ -81,35 +80,27 @@ def test_the_policy_is_peaked_and_looks_at_its_pictures(policy: Policy) -> None:
     assert (one.trainer_logprobs - other.trainer_logprobs).abs().min() > 0.01
 
 
-@pytest.mark.parametrize("layout", ["packed", "padded"])
-def test_samples_together_equal_samples_one_by_one(policy: Policy, layout: str) -> None:
+def test_samples_together_equal_samples_one_by_one(policy: Policy) -> None:
     samples = mixed_samples(policy)
-    together = score(policy, samples, layout=layout)
     alone = [score(policy, [sample], layout="padded") for sample in samples]
-    for name in ("trainer_logprobs", "entropies"):
-        wanted = torch.cat([getattr(one, name) for one in alone])
-        assert (getattr(together, name) - wanted).abs().max() < LOGPROB_TOLERANCE
+    for layout in policy.adapter.forward_policy.layouts:
+        together = score(policy, samples, layout=layout)
+        for name in ("trainer_logprobs", "entropies"):
+            wanted = torch.cat([getattr(one, name) for one in alone])
+            assert (getattr(together, name) - wanted).abs().max() < LOGPROB_TOLERANCE
 
 
-def test_packed_row_and_padded_rows_give_the_same_gradients(policy: Policy) -> None:
-    packed, padded = (
-        gradients(policy, weighted(score(policy, mixed_samples(policy), layout=layout)))
-        for layout in ("packed", "padded")
-    )
-    assert_same_gradients(packed, padded, rtol=GRADIENT_TOLERANCE)
-
-
-@pytest.mark.parametrize("layout", ["packed", "padded"])
-def test_gradients_together_equal_the_sum_of_gradients_one_by_one(policy: Policy, layout: str) -> None:
+def test_every_layout_gives_the_gradients_of_one_by_one(policy: Policy) -> None:
     samples = mixed_samples(policy)
-    together = gradients(policy, score(policy, samples, layout=layout).trainer_logprobs.sum())
     total: dict[str, torch.Tensor] = {}
     for sample in samples:
         for name, gradient in gradients(
             policy, score(policy, [sample], layout="padded").trainer_logprobs.sum()
         ).items():
             total[name] = total.get(name, torch.zeros(())) + gradient
-    assert_same_gradients(together, total, rtol=GRADIENT_TOLERANCE)
+    for layout in policy.adapter.forward_policy.layouts:
+        together = gradients(policy, score(policy, samples, layout=layout).trainer_logprobs.sum())
+        assert_same_gradients(together, total, rtol=GRADIENT_TOLERANCE)
 
 
 # Without sample 3: get_rope_index takes pictures that touch for one; test_positions.py works them by hand.
@@ -120,16 +111,23 @@ def test_a_sample_equals_hugging_faces_plain_forward(policy: Policy, index: int)
     assert (ours - wanted).abs().max() < LOGPROB_TOLERANCE
 
 
-@pytest.mark.parametrize("layout", ["packed", "padded"])
-def test_a_neighbours_pixels_change_nothing(policy: Policy, layout: str) -> None:
+def test_a_neighbours_pixels_change_nothing(policy: Policy) -> None:
+    for layout in policy.adapter.forward_policy.layouts:
+        check_neighbours(policy, layout)
+
+
+def check_neighbours(policy: Policy, layout: str) -> None:
     first, last = make_sample(policy.info, 3, WIDE, 2, seed=1), make_sample(policy.info, 2, SMALL, 4, seed=2)
     outputs = [
         score(policy, [first, make_sample(policy.info, 2, picture, 3, seed=3), last], layout=layout).trainer_logprobs
         for picture in (draw(64, 64, seed=21), draw(64, 64, seed=22))
     ]
-    # Masked attention weights are exactly 0, so this holds bit for bit.
-    assert torch.equal(outputs[0][:3], outputs[1][:3])
-    assert torch.equal(outputs[0][6:], outputs[1][6:])
+    # Masked attention weights are exactly 0, so this holds bit for bit; but an expert's matrix product rounds a token
+    # differently in other company.
+    has_experts = any("experts" in name for name, _ in policy.model.named_parameters())
+    tolerance = LOGPROB_TOLERANCE if has_experts else 0.0
+    for own in (slice(3), slice(6, None)):
+        assert (outputs[0][own] - outputs[1][own]).abs().max() <= tolerance
     assert (outputs[0][3:6] - outputs[1][3:6]).abs().min() > 1e-3
 
 
@@ -144,7 +142,7 @@ def test_a_shared_picture_gets_the_sum_of_its_slots_gradients(policy: Policy) ->
     ours = gradients(policy, score(policy, samples).trainer_logprobs.sum())
     plain = gradients(policy, torch.cat([plain_logprobs(policy, sample) for sample in samples]).sum())
     assert_same_gradients(ours, plain, rtol=GRADIENT_TOLERANCE)
-    assert any(name.startswith("model.visual") for name in ours)
+    assert any("visual" in name or "vision_tower" in name for name in ours)
 
 
 def loss_gradients(policy: Policy, batches: Sequence[Sequence[TrainingSample]]) -> dict[str, torch.Tensor]:

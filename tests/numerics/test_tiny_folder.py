@@ -15,7 +15,8 @@ from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoTo
 from latepix.errors import ConfigError
 from latepix.families.model_info import read_model_info
 from latepix.families.registry import get_adapter
-from latepix.families.tiny import TinySize, make_tiny
+from latepix.families.tiny import make_tiny
+from latepix.families.tiny_configs import TinySize
 from tests.tiny.policy import draw
 
 SMALL = TinySize(hidden=32, layers=1, vision_depth=1, vision_hidden=32, vision_intermediate=32)

@@ -9,7 +9,8 @@ from (temperature and bans applied), the expanded prompt and the placeholder ran
 * banned ids have probability zero.
 
 Prompts of different lengths share a prefill as rows padded on the right: plain causal attention never looks at the
-padding, and later tokens mask it out.
+padding, and later tokens mask it out. Families that carry a state from token to token are padded on the left instead,
+under a mask, so that the state is taken right behind the prompt.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import numpy as np
@@ -204,28 +205,35 @@ class LocalEngine:
             distinct.setdefault(prompt.key, len(distinct))
         firsts = {distinct[prompt.key]: prompt for prompt in reversed(prompts)}
         unique = [firsts[index] for index in range(len(distinct))]
-        cache, logits, lengths, next_positions = self._prefill(unique)
+        cache, logits, mask, next_positions = self._prefill(unique)
         sequences = [
             _Sequence(distinct[prompt.key], prompt.sampling, choice)
             for prompt in prompts
             for choice in range(prompt.sampling.n)
         ]
-        self._decode(sequences, cache, logits, lengths, next_positions)
+        self._decode(sequences, cache, logits, mask, next_positions)
         answers = iter(sequences)
         return [[next(answers).completion for _ in range(prompt.sampling.n)] for prompt in prompts]
 
     def _prefill(
         self, prompts: Sequence[PreparedPrompt]
     ) -> tuple[DynamicCache, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Run distinct prompts; returns cache, logits [P, V] of the next token, lengths [P], next positions [P]."""
+        """Run distinct prompts; returns cache, logits [P, V] of the next token, mask [P, S], next positions [P]."""
         longest = max(len(prompt.token_ids) for prompt in prompts)
-        axes = len(prompts[0].position_ids)
+        policy = self.adapter.forward_policy
         # As in the trainer's rows: any id would do that is not a placeholder.
         ids = np.full((len(prompts), longest), self.info.stop_ids[0], dtype=np.int64)
-        positions = np.zeros((axes, len(prompts), longest), dtype=np.int64)
+        positions = np.zeros((policy.num_axes, len(prompts), longest), dtype=np.int64)
+        filled = np.zeros((len(prompts), longest), dtype=np.int64)
+        ends = []
         for row, prompt in enumerate(prompts):
-            ids[row, : len(prompt.token_ids)] = prompt.token_ids
-            positions[:, row, : len(prompt.token_ids)] = prompt.position_ids
+            length = len(prompt.token_ids)
+            start = longest - length if policy.is_recurrent else 0
+            ids[row, start : start + length] = prompt.token_ids
+            positions[:, row, start : start + length] = prompt.position_ids
+            filled[row, start : start + length] = 1
+            ends.append(start + length)
+        mask = torch.from_numpy(filled).to(self.device)
         table: dict[str, int] = {}
         pictures: list[ProcessedImage] = []
         slot_images: list[int] = []
@@ -240,32 +248,30 @@ class LocalEngine:
             position_ids=torch.from_numpy(positions).to(self.device),
             encoded=self.adapter.encode_images(self.model, pictures) if pictures else None,
             slot_images=slot_images,
+            attention_mask=mask if policy.is_recurrent else None,
             cache=cache,
         )
-        lengths = torch.tensor([len(prompt.token_ids) for prompt in prompts], device=self.device)
-        last = hidden[torch.arange(len(prompts), device=self.device), lengths - 1]
+        last = hidden[torch.arange(len(prompts), device=self.device), torch.tensor(ends, device=self.device) - 1]
         next_positions = torch.tensor(
             [int(prompt.position_ids.max()) + 1 for prompt in prompts], device=self.device, dtype=torch.long
         )
-        return cache, self.adapter.lm_head(self.model, last), lengths, next_positions
+        return cache, self.adapter.lm_head(self.model, last), mask, next_positions
 
     def _decode(
         self,
         sequences: list[_Sequence],
         cache: DynamicCache,
         logits: torch.Tensor,
-        lengths: torch.Tensor,
+        mask: torch.Tensor,
         next_positions: torch.Tensor,
     ) -> None:
         """Sample until every sequence has stopped; finished ones leave the batch."""
         rows = torch.tensor([sequence.prompt for sequence in sequences], device=self.device)
-        width = cache.get_seq_length()
-        cache.batch_select_indices(rows)
-        logits, next_positions = logits[rows], next_positions[rows]
-        columns = torch.arange(width, device=self.device)
-        mask = (columns[None] < lengths[rows][:, None]).long()
+        # Of the ways to choose rows of a cache, the one that layers with a state have too.
+        cache.reorder_cache(cast("torch.LongTensor", rows))
+        logits, mask, next_positions = logits[rows], mask[rows], next_positions[rows]
         active = list(sequences)
-        axes = 3 if self.adapter.forward_policy.positions == "mrope" else 1
+        axes = self.adapter.forward_policy.num_axes
         while True:
             tokens = self._sample(active, logits)
             keep = [row for row, sequence in enumerate(active) if not sequence.is_finished]
@@ -273,7 +279,7 @@ class LocalEngine:
                 return
             if len(keep) < len(active):
                 kept = torch.tensor(keep, device=self.device)
-                cache.batch_select_indices(kept)
+                cache.reorder_cache(cast("torch.LongTensor", kept))
                 active = [active[row] for row in keep]
                 tokens, mask, next_positions = tokens[kept], mask[kept], next_positions[kept]
             mask = torch.cat([mask, mask.new_ones(len(active), 1)], dim=1)
