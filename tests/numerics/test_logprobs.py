@@ -81,19 +81,19 @@ def test_entropy_has_the_right_gradient_and_no_nan_beside_banned_ids(policy: Pol
     assert slope == pytest.approx(float(found[name].norm()), rel=0.01)
 
 
-@pytest.mark.parametrize("chunk_tokens", [1, 3, 7])
-def test_chunks_equal_the_whole(policy: Policy, chunk_tokens: int) -> None:
+@pytest.mark.parametrize("logits_bytes", [1, 3000, 20_000])
+def test_tiles_equal_the_whole(policy: Policy, logits_bytes: int) -> None:
     samples = [
         make_sample(policy.info, 4, draw(64, 32, seed=3), 2, answer=5, seed=1),
         make_sample(policy.info, 6, answer=6, seed=2, temperature=0.7),
     ]
-    whole, chunked = (score(policy, samples, chunk_tokens=size) for size in (2048, chunk_tokens))
+    whole, tiled = (score(policy, samples, logits_bytes=size) for size in (1 << 40, logits_bytes))
     # A row of logits is computed from other rows of the same matrix product: rounding only.
-    assert (whole.trainer_logprobs - chunked.trainer_logprobs).abs().max() < 1e-5
-    assert (whole.entropies - chunked.entropies).abs().max() < 1e-5
+    assert (whole.trainer_logprobs - tiled.trainer_logprobs).abs().max() < 1e-5
+    assert (whole.entropies - tiled.entropies).abs().max() < 1e-5
     one, other = (
         gradients(policy, outputs.trainer_logprobs.sum() + outputs.entropies.square().sum())
-        for outputs in (whole, chunked)
+        for outputs in (whole, tiled)
     )
     assert_same_gradients(one, other, rtol=2e-5)
 

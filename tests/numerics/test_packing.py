@@ -20,7 +20,7 @@ from latepix.families.base import ForwardPolicy
 from latepix.families.tiny import TINY_FAMILIES
 from latepix.trace.training import TrainingSample, pack_samples
 from latepix.trainer.forward import choose_layout, forward
-from latepix.trainer.loss import LossInputs, trust_region_policy_gradient
+from latepix.trainer.loss import LossInputs, policy_loss, trust_region
 from latepix.trainer.materialize import materialize_mm_refs
 from tests.tiny.policy import Policy, assert_same_gradients, draw, gradients, make_sample, score
 
@@ -153,22 +153,16 @@ def loss_gradients(policy: Policy, batches: Sequence[Sequence[TrainingSample]]) 
         outputs = score(policy, samples)
         micro_batch = pack_samples(samples)
         trained = np.flatnonzero(micro_batch.loss_mask)
-        losses.append(
-            trust_region_policy_gradient(
-                LossInputs(
-                    trainer_logprobs=outputs.trainer_logprobs,
-                    # Close to the trainer's, as they are in a run: ratios of e^8 would drown everything else.
-                    inference_logprobs=outputs.trainer_logprobs.detach() - 0.1,
-                    advantages=torch.from_numpy(micro_batch.advantages[trained]),
-                    entropies=outputs.entropies,
-                    num_loss_tokens=num_loss_tokens,
-                ),
-                max_prob_increase=0.2,
-                max_prob_decrease=0.2,
-                log_ratio_penalty=0.1,
-                entropy_bonus=0.05,
-            ).loss
+        inputs = LossInputs(
+            trainer_logprobs=outputs.trainer_logprobs,
+            # Close to the trainer's, as they are in a run: ratios of e^8 would drown everything else.
+            inference_logprobs=outputs.trainer_logprobs.detach() - 0.1,
+            advantages=torch.from_numpy(micro_batch.advantages[trained]),
+            entropies=outputs.entropies,
+            num_loss_tokens=num_loss_tokens,
         )
+        terms = trust_region(inputs, max_prob_increase=0.2, max_prob_decrease=0.2, log_ratio_penalty=0.1)
+        losses.append(policy_loss(inputs, terms, entropy_bonus=0.05).loss)
     return gradients(policy, torch.stack(losses).sum())
 
 

@@ -10,22 +10,19 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import ConfigDict, Field, model_validator
-from pydantic_config import BaseConfig
+from pydantic import Field, model_validator
+
+from latepix.config.losses import LossConfig
+from latepix.config.section import Section
 
 #: vLLM answers HTTP 400 above, and samples at the lower bound below.
 _VLLM_TEMPERATURES = 0.01, 2.0
 Positive = Annotated[int, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
+AdvantageType: TypeAlias = Literal["grpo", "dr_grpo", "rloo", "max"]
 WeightUpdate: TypeAlias = Literal["safetensors_dir", "reload_weights", "nccl"]
 HostPattern = Annotated[str, Field(pattern=r"^(\*\.)?[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?$|^\[?[0-9A-Fa-f:.]+\]?$")]
-
-
-class Section(BaseConfig):
-    """A frozen group of settings that refuses unknown keys."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
 
 class ModelConfig(Section):
@@ -176,8 +173,9 @@ class OrchestratorConfig(Section):
     """How long one rollout may take; a longer one fails."""
     max_in_flight: Positive = 512
     """Rollouts played at the same time."""
-    scale_advantages_by_std: bool = True
-    """GRPO divides by the group's standard deviation; off is Dr. GRPO."""
+    advantage: AdvantageType = "grpo"
+    """How a reward compares with its group: less the mean, over the standard deviation (grpo) or as it is (dr_grpo);
+    less the mean of the others (rloo); less the mean, over the largest distance from it (max)."""
     drop_zero_spread_groups: bool = False
     """Leave out groups whose rewards are all equal: they carry no policy gradient."""
     max_failed_frac: Fraction = 0.2
@@ -207,29 +205,24 @@ class OptimConfig(Section):
     """Learning rate of the last step over its peak; 1 keeps it constant."""
 
 
-class LossConfig(Section):
-    """Importance-ratio policy gradient with a trust region on probability differences."""
-
-    max_prob_increase: Annotated[float, Field(gt=0, le=1)] = 0.2
-    """A token with positive advantage stops pulling once its probability rose by more than this."""
-    max_prob_decrease: Annotated[float, Field(gt=0, le=1)] = 0.2
-    """A token with negative advantage stops pushing once its probability fell by more than this."""
-    log_ratio_penalty: Annotated[float, Field(ge=0)] = 0.0
-    """Weight of the squared log-ratio, over all trained tokens."""
-    entropy_bonus: Annotated[float, Field(ge=0)] = 0.0
-    """Weight of the mean entropy, in nats."""
-
-
 class TrainStepConfig(Section):
     """One optimizer step, in `rl` and in `sft`."""
 
     optim: OptimConfig = OptimConfig()
     layout: Literal["auto", "packed", "padded"] = "auto"
     """Samples as one row, as padded rows, or whichever is cheaper and allowed by the family's policy."""
-    logprob_chunk_tokens: Positive = 2048
-    """Trained tokens whose logits are alive at the same time."""
+    attention: Literal["sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"] = "sdpa"
+    """Attention kernel; all but sdpa need a GPU and, flash attention, its package."""
+    activation_checkpointing: bool = False
+    """Keep only each layer's input and compute the layer again in the backward: less memory, about a third slower."""
+    autocast: bool = False
+    """Multiply matrices in bfloat16 while the weights stay in float32; with model.dtype = "float32" only."""
+    logits_bytes: Positive = 256_000_000
+    """Logits and what is computed from them take about this much at a time, however many tokens there are."""
     image_cache_bytes: Annotated[int, Field(ge=0)] = 256_000_000
-    """Processed pictures kept between micro batches."""
+    """Processed pictures kept between micro batches and steps."""
+    image_workers: Positive = 2
+    """Threads that decode and process pictures, one micro batch ahead."""
     num_threads: Positive = 1
     """OpenMP threads of the trainer."""
 
@@ -310,6 +303,7 @@ class RunConfig(_Command):
                 "weights over when it has them, not when the orchestrator asks"
             )
         _check_warmup(self.trainer.optim, self.steps)
+        _check_autocast(self.trainer, self.model)
         return self
 
 
@@ -374,9 +368,17 @@ class SftConfig(_Command):
     @model_validator(mode="after")
     def _check_lengths(self) -> SftConfig:
         _check_warmup(self.trainer.optim, self.steps)
+        _check_autocast(self.trainer, self.model)
         return self
 
 
 def _check_warmup(optim: OptimConfig, steps: int) -> None:
     if optim.warmup_steps > steps:
         raise ValueError(f"trainer.optim.warmup_steps ({optim.warmup_steps}) must not exceed steps ({steps})")
+
+
+def _check_autocast(trainer: TrainStepConfig, model: ModelConfig) -> None:
+    if trainer.autocast and model.dtype != "float32":
+        raise ValueError(
+            f"trainer.autocast has no effect with model.dtype = '{model.dtype}': everything is in bfloat16 already"
+        )

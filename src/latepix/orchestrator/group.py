@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from latepix.config.schema import AdvantageType
 from latepix.errors import RolloutError
 from latepix.orchestrator.advantage import group_advantages
 from latepix.trace.graph import Trace
@@ -26,14 +27,14 @@ class ScoredGroup(msgspec.Struct, frozen=True):
     is_zero_spread: bool
 
 
-def score_group(traces: Sequence[Trace], *, scale_by_std: bool) -> ScoredGroup:
+def score_group(traces: Sequence[Trace], *, kind: AdvantageType) -> ScoredGroup:
     """Give the rollouts of a group their advantages.
 
     Advantages are relative to the siblings that succeeded; a lone survivor has nothing to be compared with and gets 0.
     """
     succeeded = [trace for trace in traces if trace.failure is None]
     rewards = [float(trace.reward or 0.0) for trace in succeeded]
-    advantages = group_advantages(rewards, scale_by_std=scale_by_std)
+    advantages = group_advantages(rewards, kind=kind)
     return ScoredGroup(
         traces=tuple(
             msgspec.structs.replace(trace, advantage=advantage)

@@ -162,7 +162,7 @@ class Orchestrator:
             async with slots:
                 group_id = step * orchestrator.prompts_per_step + number
                 traces = await self._play_siblings(index, step, group_id)
-                return score_group(traces, scale_by_std=orchestrator.scale_advantages_by_std)
+                return score_group(traces, kind=orchestrator.advantage)
 
         return await asyncio.gather(*(play_group(number, index) for number, index in enumerate(indices)))
 

@@ -55,7 +55,8 @@ from latepix.report.console import Column, RunConsole, print_error
 from latepix.runs import new_run_folder
 from latepix.trace.training import Batch, TrainingSample
 from latepix.trainer.checkpoint import write_weights
-from latepix.trainer.step import TrainStep, policy_gradient_of
+from latepix.trainer.loop import rl_train_step
+from latepix.trainer.step import TrainStep
 from latepix.transport.files import write_bytes
 
 #: Parameters by name.
@@ -115,12 +116,7 @@ def _measure(config: ParityConfig) -> ParityReport:
     with RunConsole(title, config.parity.steps, columns=_COLUMNS, done_key="time/step_s", file=sys.stderr) as console:
         _say(console, "loading the model")
         # Before the server: what is wrong with model or trainer is told in seconds, vLLM takes minutes.
-        train_step = TrainStep(
-            config.model,
-            config.trainer,
-            loss=policy_gradient_of(config.trainer.loss),
-            total_steps=config.parity.steps,
-        )
+        train_step = rl_train_step(config, total_steps=config.parity.steps)
         try:
             # A folder of its own: it writes the config that its process reads.
             folder = config.output_dir / "server"

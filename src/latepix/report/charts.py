@@ -170,7 +170,7 @@ CHARTS = (
         (
             LineSpec("rollout/zero_spread_groups/frac", "groups without spread", "blue"),
             LineSpec("rollout/truncated/frac", "cut at the limit", "orange"),
-            LineSpec("loss/trust_region_masked/frac", "outside the trust region", "teal"),
+            LineSpec("loss/clipped/frac", "clipped or masked", "teal"),
         ),
         "zero",
         "frac",

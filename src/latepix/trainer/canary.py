@@ -26,7 +26,7 @@ class Canary:
     def __init__(self, train_step: TrainStep, prompts: Sequence[Prompt], *, temperature: float) -> None:
         self._train_step = train_step
         self._micro_batch = pack_samples([_sample(prompt, train_step, temperature) for prompt in prompts])
-        self._mm_inputs = train_step.materializer.submit(self._micro_batch.mm_refs).result()
+        self._mm_inputs = train_step.materializer.materialize(self._micro_batch)
 
     def logprobs(self) -> np.ndarray:
         """Return [K, V] float32, nats, under the run's temperature and ban list."""
@@ -40,6 +40,7 @@ class Canary:
                 info=step.info,
                 mm_forward_policy=step.adapter.forward_policy,
                 layout=step.config.layout,
+                autocast=step.config.autocast,
             )
         return logprobs_KV.float().cpu().numpy()
 

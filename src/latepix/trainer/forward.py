@@ -2,7 +2,7 @@
 
 Samples are laid out as one packed row or as rows padded on the right, whichever the family's policy allows and costs
 less; both give what each sample gives alone. Positions are computed per sample from its picture ranges and grids.
-Logits exist only for trained tokens, a chunk at a time.
+Logits exist only for trained tokens, a tile at a time (`trainer/logprobs.py`).
 
 Letters: B rows, S tokens of a row, N trained tokens, V vocabulary, D features.
 """
@@ -15,17 +15,14 @@ from typing import Literal
 import msgspec
 import numpy as np
 import torch
-from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from latepix.errors import ConfigError
+from latepix.errors import ConfigError, PlaceholderMismatch, TrainerError
 from latepix.families.base import Adapter, ForwardPolicy
 from latepix.families.model_info import ModelInfo
 from latepix.trace.training import MicroBatch
+from latepix.trainer.logprobs import distribution, logprobs_and_entropies, output_weight
 from latepix.trainer.materialize import MMInputs
-
-#: A logit this low has probability exactly 0 in float32 and, unlike -inf, no NaN in the entropy's gradient.
-_BANNED_LOGIT = -1e30
 
 
 class ForwardOutputs(msgspec.Struct, frozen=True):
@@ -45,7 +42,8 @@ class Rows(msgspec.Struct, frozen=True):
 
     Attributes:
         input_ids: [B, S] int64.
-        position_ids: [A, B, S] int64, with an axis of restarting text positions in front for a packed row.
+        position_ids: [A, B, S] int64. With mrope, a packed row has an axis of restarting text positions in front; with
+            rope, positions restart by themselves, and go on in the padding.
         columns: [T] int64: where token t of the micro batch lies in the flattened rows.
     """
 
@@ -101,13 +99,17 @@ def lay_out(
     positions = []
     for sample, (start, length) in enumerate(zip(starts, lengths, strict=True)):
         own = [grids[slot] for slot in np.flatnonzero(slot_samples == sample)]
-        positions.append(adapter.position_ids(types[start : start + length], own, info))
+        try:
+            positions.append(adapter.position_ids(types[start : start + length], own, info))
+        except PlaceholderMismatch as error:
+            raise PlaceholderMismatch(f"Trace {micro_batch.trace_ids[sample]}: {error}") from error
     within = np.arange(len(types)) - np.repeat(starts, lengths)
     flat = np.concatenate(positions, axis=1)
     if layout == "packed":
+        axes = flat if len(flat) == 1 else np.concatenate([within[None], flat])
         return Rows(
             input_ids=micro_batch.token_ids.astype(np.int64)[None],
-            position_ids=np.concatenate([within[None], flat])[:, None],
+            position_ids=axes[:, None],
             columns=np.arange(len(types)),
         )
     width = int(lengths.max())
@@ -115,7 +117,8 @@ def lay_out(
     # The end-of-turn id fills the rest of a row: any id would do that is not a placeholder.
     ids = np.full(len(lengths) * width, info.stop_ids[0], dtype=np.int64)
     ids[columns] = micro_batch.token_ids
-    padded = np.zeros((len(flat), len(ids)), dtype=np.int64)
+    # Hugging Face takes an axis that restarts for packed samples, and would build a mask.
+    padded = np.tile(np.arange(width), (len(flat), len(lengths)))
     padded[:, columns] = flat
     return Rows(
         input_ids=ids.reshape(-1, width),
@@ -133,7 +136,8 @@ def forward(
     info: ModelInfo,
     mm_forward_policy: ForwardPolicy,
     layout: Literal["auto", "packed", "padded"] = "auto",
-    chunk_tokens: int = 2048,
+    logits_bytes: int = 256_000_000,
+    autocast: bool = False,
 ) -> ForwardOutputs:
     """Compute logprobs and entropies of the trained tokens.
 
@@ -144,30 +148,41 @@ def forward(
         adapter, info: of the model.
         mm_forward_policy: the family's rules; usually `adapter.forward_policy`.
         layout: `auto` takes the cheaper one that is allowed.
-        chunk_tokens: trained tokens whose logits exist at the same time.
+        logits_bytes: of logits, and what is computed from them, that are alive together.
+        autocast: multiply matrices in bfloat16; the weights stay as they are.
     Returns:
         [N] logprobs and entropies, in the order of the trained tokens.
     Raises:
+        TrainerError: a sample is longer than the model's positions.
         PlaceholderMismatch: grids and token ranges do not fit.
         ConfigError: the layout is not safe for the family.
     """
     hidden, columns = _hidden(
-        model, micro_batch, mm_inputs, adapter=adapter, info=info, policy=mm_forward_policy, layout=layout
+        model,
+        micro_batch,
+        mm_inputs,
+        adapter=adapter,
+        info=info,
+        policy=mm_forward_policy,
+        layout=layout,
+        autocast=autocast,
     )
     device = hidden.device
     trained = np.flatnonzero(micro_batch.loss_mask)
     sample_of = np.repeat(np.arange(micro_batch.num_samples), micro_batch.sample_lengths)
     # The logits of the token before predict a trained token; the first token of a sample is never trained.
     before = torch.from_numpy(columns[trained] - 1).to(device)
-    return _logprobs(
-        model,
-        adapter,
+    weight = output_weight(model)
+    # Outside of autocast, with a weight that is cast here: the backward must compute the very logits of the forward.
+    logprobs, entropies = logprobs_and_entropies(
         hidden[before],
+        weight.to(torch.bfloat16) if autocast else weight,
         torch.from_numpy(micro_batch.token_ids[trained].astype(np.int64)).to(device),
         torch.from_numpy(micro_batch.temperatures[sample_of[trained]].astype(np.float32)).to(device),
         torch.tensor(info.banned_ids, dtype=torch.long, device=device),
-        chunk_tokens,
+        logits_bytes=logits_bytes,
     )
+    return ForwardOutputs(trainer_logprobs=logprobs, entropies=entropies)
 
 
 def next_token_logprobs(
@@ -179,6 +194,7 @@ def next_token_logprobs(
     info: ModelInfo,
     mm_forward_policy: ForwardPolicy,
     layout: Literal["auto", "packed", "padded"] = "auto",
+    autocast: bool = False,
 ) -> torch.Tensor:
     """Compute what may follow each sample, under its temperature and the ban list; arguments as in `forward`.
 
@@ -186,12 +202,19 @@ def next_token_logprobs(
         [S, V] float32, nats.
     """
     hidden, columns = _hidden(
-        model, micro_batch, mm_inputs, adapter=adapter, info=info, policy=mm_forward_policy, layout=layout
+        model,
+        micro_batch,
+        mm_inputs,
+        adapter=adapter,
+        info=info,
+        policy=mm_forward_policy,
+        layout=layout,
+        autocast=autocast,
     )
     device = hidden.device
     last = columns[micro_batch.sample_starts + micro_batch.sample_lengths - 1]
-    return _distribution(
-        adapter.lm_head(model, hidden[torch.from_numpy(last).to(device)]),
+    return distribution(
+        adapter.lm_head(model, hidden[torch.from_numpy(last).to(device)].to(output_weight(model).dtype)),
         torch.from_numpy(micro_batch.temperatures.astype(np.float32)).to(device),
         torch.tensor(info.banned_ids, dtype=torch.long, device=device),
     )
@@ -206,8 +229,10 @@ def _hidden(
     info: ModelInfo,
     policy: ForwardPolicy,
     layout: Literal["auto", "packed", "padded"],
+    autocast: bool,
 ) -> tuple[torch.Tensor, np.ndarray]:
     """Return the last hidden states [B*S, D] of the rows, and in which of them each token of the micro batch lies."""
+    _check_lengths(micro_batch, info)
     device = next(model.parameters()).device
     chosen = choose_layout(
         micro_batch.sample_lengths.tolist(),
@@ -217,49 +242,22 @@ def _hidden(
     )
     grids = [mm_inputs.images[index].grid_thw for index in mm_inputs.slot_images]
     rows = lay_out(micro_batch, grids, adapter=adapter, info=info, layout=chosen)
-    hidden = adapter.forward_hidden(
-        model,
-        input_ids=torch.from_numpy(rows.input_ids).to(device),
-        position_ids=torch.from_numpy(rows.position_ids).to(device),
-        encoded=adapter.encode_images(model, mm_inputs.images) if mm_inputs.images else None,
-        slot_images=mm_inputs.slot_images,
-    )
+    with torch.autocast(device.type, dtype=torch.bfloat16, enabled=autocast):
+        hidden = adapter.forward_hidden(
+            model,
+            input_ids=torch.from_numpy(rows.input_ids).to(device),
+            position_ids=torch.from_numpy(rows.position_ids).to(device),
+            encoded=adapter.encode_images(model, mm_inputs.images) if mm_inputs.images else None,
+            slot_images=mm_inputs.slot_images,
+        )
     return hidden.flatten(0, 1), rows.columns
 
 
-def _distribution(logits_NV: torch.Tensor, temperatures_N: torch.Tensor, banned: torch.Tensor) -> torch.Tensor:
-    """Return [N, V] float32 log-probabilities of the distribution that is sampled from."""
-    return torch.log_softmax(logits_NV.float().index_fill(1, banned, _BANNED_LOGIT) / temperatures_N[:, None], dim=-1)
-
-
-def _logprobs(
-    model: PreTrainedModel,
-    adapter: Adapter,
-    hidden_ND: torch.Tensor,
-    targets_N: torch.Tensor,
-    temperatures_N: torch.Tensor,
-    banned: torch.Tensor,
-    chunk_tokens: int,
-) -> ForwardOutputs:
-    def chunk(hidden: torch.Tensor, targets: torch.Tensor, temperatures: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        logprobs = _distribution(adapter.lm_head(model, hidden), temperatures, banned)
-        entropies = -(logprobs.exp() * logprobs).sum(dim=-1)
-        return logprobs.gather(1, targets[:, None])[:, 0], entropies
-
-    pieces = list(
-        zip(
-            hidden_ND.split(chunk_tokens),
-            targets_N.split(chunk_tokens),
-            temperatures_N.split(chunk_tokens),
-            strict=True,
+def _check_lengths(micro_batch: MicroBatch, info: ModelInfo) -> None:
+    longest = int(np.argmax(micro_batch.sample_lengths))
+    length = int(micro_batch.sample_lengths[longest])
+    if length > info.max_position_embeddings:
+        raise TrainerError(
+            f"Trace {micro_batch.trace_ids[longest]}: the sample has {length} tokens, the model has positions for "
+            f"{info.max_position_embeddings} (max_position_embeddings). Lower orchestrator.seq_len."
         )
-    )
-    if len(pieces) == 1:
-        results = [chunk(*pieces[0])]
-    else:
-        # Recomputing a chunk's logits in the backward keeps one chunk alive instead of all.
-        results = [checkpoint(chunk, *piece, use_reentrant=False) for piece in pieces]
-    return ForwardOutputs(
-        trainer_logprobs=torch.cat([logprobs for logprobs, _ in results]),
-        entropies=torch.cat([entropies for _, entropies in results]),
-    )

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 from latepix.config.schema import RunConfig
-from latepix.errors import StaleWeights
+from latepix.errors import NonFiniteLoss, StaleWeights
 from latepix.families.facts import local_facts
 from latepix.inference.canary import prompts_of, prompts_sha256
 from latepix.inference.render import MessageRenderer
@@ -14,8 +14,9 @@ from latepix.metrics import MetricsWriter, peak_rss_bytes
 from latepix.trace.training import Batch
 from latepix.trainer.canary import Canary
 from latepix.trainer.checkpoint import export_model, write_weights
+from latepix.trainer.loss_choice import loss_of
 from latepix.trainer.nccl import NcclSender
-from latepix.trainer.step import TrainStep, policy_gradient_of
+from latepix.trainer.step import StepMetrics, TrainStep
 from latepix.transport.handshake import HandshakeFolder
 from latepix.transport.rollouts import BatchFolder
 from latepix.transport.weights import WeightsFolder
@@ -30,9 +31,7 @@ def run_trainer(config: RunConfig) -> None:
     weights = WeightsFolder(config.output_dir)
     weights.check_unused()
     HandshakeFolder(config.output_dir).clear()
-    train_step = TrainStep(
-        config.model, config.trainer, loss=policy_gradient_of(config.trainer.loss), total_steps=config.steps
-    )
+    train_step = rl_train_step(config, total_steps=config.steps)
     batches = BatchFolder(config.output_dir)
     metrics = MetricsWriter(config.output_dir / "metrics.jsonl")
     publisher = _Publisher(config, train_step, weights)
@@ -44,6 +43,22 @@ def run_trainer(config: RunConfig) -> None:
     finally:
         train_step.close()
         metrics.close()
+
+
+def rl_train_step(config: RunConfig, *, total_steps: int) -> TrainStep:
+    """Return the model, optimizer and loss of an `rl` run.
+
+    Raises:
+        ConfigError: the model cannot be loaded, a kernel is missing, or the loss cannot be imported.
+    """
+    loss = config.trainer.loss
+    return TrainStep(
+        config.model,
+        config.trainer,
+        loss=loss_of(loss),
+        total_steps=total_steps,
+        with_reference=loss.kl_weight > 0,
+    )
 
 
 class _Publisher:
@@ -99,7 +114,7 @@ def _one_step(
     received = time.monotonic()
     # Samples of older weights differ for a good reason.
     limit = config.trainer.max_mismatch_kl if _is_on_policy(batch) else None
-    step_metrics = train_step.run(batch, max_mismatch_kl=limit)
+    step_metrics = _train(train_step, batch, limit, batches)
     trained = time.monotonic()
     publisher.publish(step + 1)
     published = time.monotonic()
@@ -115,6 +130,20 @@ def _one_step(
             "process/trainer/peak_rss_bytes": peak_rss_bytes(),
         },
     )
+
+
+def _train(train_step: TrainStep, batch: Batch, limit: float | None, batches: BatchFolder) -> StepMetrics:
+    """Take the step; of one that is refused for NaN or infinity, say where its batch is.
+
+    Raises:
+        NonFiniteLoss: with the file's name.
+    """
+    try:
+        return train_step.run(batch, max_mismatch_kl=limit)
+    except NonFiniteLoss as error:
+        raise NonFiniteLoss(
+            f"{error} The batch is in {batches.step_path(batch.step)}; latepix.trace.training.decode_batch reads it."
+        ) from error
 
 
 def _is_on_policy(batch: Batch) -> bool:

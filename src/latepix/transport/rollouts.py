@@ -40,7 +40,7 @@ class BatchFolder:
             TransportError: the disk refused.
         """
         data = encode_batch(batch)
-        write_bytes(self._file(batch.step), data)
+        write_bytes(self.step_path(batch.step), data)
         return len(data)
 
     def receive(self, step: int, *, timeout_s: float) -> Batch:
@@ -50,7 +50,7 @@ class BatchFolder:
             TransportError: it did not come in time.
             SchemaMismatch: it is damaged or of another wire version.
         """
-        path = self._file(step)
+        path = self.step_path(step)
         wait_for(
             lambda: path if path.exists() else None, what=f"the batch of step {step} ({path})", timeout_s=timeout_s
         )
@@ -61,7 +61,8 @@ class BatchFolder:
 
     def done(self, step: int) -> None:
         """Remove a step's batch."""
-        self._file(step).unlink(missing_ok=True)
+        self.step_path(step).unlink(missing_ok=True)
 
-    def _file(self, step: int) -> Path:
+    def step_path(self, step: int) -> Path:
+        """Return the file of a step's batch."""
         return self.path / f"step_{step:06d}.msgpack"

@@ -22,7 +22,7 @@ def failed_trace(reason: str = "environment_raised", message: str = "boom") -> T
 
 
 def score(*traces: Trace) -> ScoredGroup:
-    return score_group(traces, scale_by_std=False)
+    return score_group(traces, kind="dr_grpo")
 
 
 def test_siblings_are_compared_with_each_other() -> None:
@@ -46,7 +46,7 @@ def test_a_group_without_spread_is_marked(rewards: tuple[float, ...]) -> None:
 
 
 def test_scaling_is_handed_on() -> None:
-    group = score_group([make_trace(reward=3.0), make_trace(reward=1.0)], scale_by_std=True)
+    group = score_group([make_trace(reward=3.0), make_trace(reward=1.0)], kind="grpo")
     assert [trace.advantage for trace in group.traces] == pytest.approx([1.0, -1.0], abs=1e-3)
 
 

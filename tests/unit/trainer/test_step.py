@@ -15,7 +15,8 @@ from latepix.orchestrator.batch import prepare_batch
 from latepix.trace.refs import MMRefs
 from latepix.trace.training import Batch, TrainingSample
 from latepix.trainer.loss import LossInputs, LossOutputs, cross_entropy
-from latepix.trainer.step import Loss, TrainStep
+from latepix.trainer.loss_choice import Loss
+from latepix.trainer.step import TrainStep
 from tests.tiny.pictures import make_image
 from tests.tiny.policy import make_sample
 

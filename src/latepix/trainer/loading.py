@@ -1,0 +1,72 @@
+"""A model folder -> a model that is ready to be trained: kernel, layout and activation checkpointing."""
+
+from __future__ import annotations
+
+import importlib.util
+
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from latepix.config.schema import ModelConfig, TrainStepConfig
+from latepix.errors import ConfigError
+from latepix.families.base import Adapter, torch_dtype
+
+#: The package a kernel comes in.
+_PACKAGES = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
+
+
+def load_for_training(
+    adapter: Adapter, model: ModelConfig, trainer: TrainStepConfig, *, device: str
+) -> PreTrainedModel:
+    """Load a model with the run's attention kernel.
+
+    Raises:
+        ConfigError: the model cannot be loaded, or a kernel or layout is not to be had.
+    """
+    check_layout(adapter, trainer.layout, model)
+    check_attention(trainer.attention, device)
+    return adapter.load_model(model.path, dtype=torch_dtype(model.dtype), device=device, attention=trainer.attention)
+
+
+def check_layout(adapter: Adapter, layout: str, model: ModelConfig) -> None:
+    """Refuse a layout in which samples of this family would see each other.
+
+    Raises:
+        ConfigError: names the family and what it allows.
+    """
+    allowed = adapter.forward_policy.layouts
+    if layout != "auto" and layout not in allowed:
+        raise ConfigError(
+            f"trainer.layout: {layout!r} is not safe for the family of {model.path} (it allows {', '.join(allowed)}): "
+            "samples of one row would see each other through its recurrent layers. Use 'auto'."
+        )
+
+
+def check_attention(attention: str, device: str) -> None:
+    """Refuse an attention kernel that this machine does not have.
+
+    Raises:
+        ConfigError: says what is missing.
+    """
+    if attention == "sdpa":
+        return
+    if device == "cpu":
+        raise ConfigError(f"trainer.attention: {attention!r} needs a GPU and there is none here. Use 'sdpa'.")
+    package = _PACKAGES.get(attention)
+    if package is not None and importlib.util.find_spec(package) is None:
+        raise ConfigError(
+            f"trainer.attention: {attention!r} needs the package {package}, which is not installed. Install it, or "
+            "use 'sdpa' or 'flex_attention'."
+        )
+
+
+def checkpoint_activations(model: PreTrainedModel) -> None:
+    """Let every layer keep its input only, and compute itself again in the backward.
+
+    Hugging Face does so in training mode, which would switch dropout on too: only the layers' own flag is set, not
+    their children's.
+    """
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    for module in model.modules():
+        if isinstance(module, GradientCheckpointingLayer):
+            module.training = True
