@@ -13,7 +13,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 CPU := -m "not gpu and not multi_gpu and not vllm and not network"
 
 .DEFAULT_GOAL := help
-.PHONY: help install vllm-env fmt check test test-vllm numerics properties integration gpu demo bench clean
+.PHONY: help install vllm-env fmt check test test-vllm numerics properties integration gpu demo families families-vllm bench clean
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z_-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -62,6 +62,12 @@ gpu: install ## the tests for machines with a GPU
 
 demo: install ## train a tiny Qwen3-VL on handwritten digits by RL, on a CPU (SEED=0)
 	$(BIN)/python examples/digits/demo.py --seed $(SEED)
+
+families: install ## every family in numbers: writes a table of docs/families.md (some minutes)
+	$(BIN)/python benchmarks/families.py
+
+families-vllm: install vllm-env ## the same through a real vLLM (some minutes)
+	$(BIN)/python benchmarks/families.py --vllm .venv-vllm/bin/python
 
 bench: install ## samples per second of the whole loop
 	$(BIN)/python benchmarks/loop.py

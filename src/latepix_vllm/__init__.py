@@ -14,7 +14,7 @@ BACKEND = "safetensors_dir"
 
 def register() -> None:
     """Make the weight-transfer backend known to vLLM; called in each of its processes, any number of times."""
-    from latepix_vllm import compat, cpu_seeds
+    from latepix_vllm import compat, cpu_delta_net, cpu_families, cpu_seeds
 
     factory = compat.weight_transfer_factory()
     # The factory has no public way to ask, and refuses a second registration of a name.
@@ -23,3 +23,7 @@ def register() -> None:
     if compat.is_cpu() and multiprocessing.parent_process() is not None:
         # Models run in child processes; the server's own need not load what they need.
         cpu_seeds.install(compat.cpu_model_runner())
+        if (delta_net := compat.cpu_delta_net()) is not None:
+            cpu_delta_net.install(delta_net)
+        cpu_families.repack_updated_experts(compat.fused_moe_method())
+        cpu_families.rotate_slices_natively(compat.rotary_embedding())

@@ -29,6 +29,27 @@ def cpu_model_runner() -> Any:
     return _first("vllm.v1.worker.cpu_model_runner:CPUModelRunner")
 
 
+def cpu_delta_net() -> Any:
+    """Return the module of the gated delta net's CPU operator; None in a vLLM that does not have it."""
+    try:
+        return importlib.import_module("vllm.model_executor.layers.mamba.ops.cpu.gdn_attention")
+    except ModuleNotFoundError:
+        return None
+
+
+def fused_moe_method() -> Any:
+    """Return `UnquantizedFusedMoEMethod`, which prepares the experts' weights."""
+    return _first(
+        "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method:UnquantizedFusedMoEMethod",
+        "vllm.model_executor.layers.fused_moe.layer:UnquantizedFusedMoEMethod",
+    )
+
+
+def rotary_embedding() -> Any:
+    """Return `RotaryEmbedding`, the base of all rotary embeddings."""
+    return _first("vllm.model_executor.layers.rotary_embedding.base:RotaryEmbedding")
+
+
 def image_tracker() -> Any:
     """Return `AsyncMultiModalItemTracker`, which resolves the pictures of a request."""
     return _first(
