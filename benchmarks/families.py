@@ -1,9 +1,10 @@
 """Every family in numbers: `make families` writes the first table of docs/families.md, `make families-vllm` the second.
 
 For each family a tiny checkpoint, float32, on the CPU. With two pictures per prompt (`digit-sum`), after a short warm
-start: `latepix parity` (20 steps x 64 rollouts, weights updated before each), 16 samples together against one by one, and what grey
-pictures change. With one (`digits`): reward over a short run of RL, after a supervised warm start. With `--vllm`,
-parity through a real vLLM instead. A family that misses a limit ends the script with status 1, after the table.
+start: `latepix parity` (20 steps x 64 rollouts, weights updated before each), 16 samples together against one by one,
+and what grey pictures change. With one (`digits`): reward over a short run of RL, after a supervised warm start. With
+`--vllm`, parity through a real vLLM instead. A family that misses a limit ends the script with status 1, after the
+table.
 
 The last line is one JSON object of the rows.
 """
@@ -58,46 +59,53 @@ def parity(model: Path, out: Path, *extra: object) -> dict[str, Any]:
 def make_warm(family: str, folder: Path) -> Path:
     """Make a tiny model and teach it `digit-sum` a little: a random one is so near to uniform that all would agree."""
     latepix("tiny", "--family", family, folder / "model")
-    latepix("sft", "--model.path", folder / "model", "--output_dir", folder / "warm", "--steps", _SFT_STEPS,
-            "--environment.type", "digit-sum", "--trainer.optim.lr", 1.5e-3, "--trainer.optim.warmup_steps", 5)  # fmt: skip
+    warm = ("--trainer.optim.lr", 1.5e-3, "--trainer.optim.warmup_steps", 5, "--environment.type", "digit-sum")
+    latepix("sft", "--model.path", folder / "model", "--output_dir", folder / "warm", "--steps", _SFT_STEPS, *warm)
     return folder / "warm" / "model"
 
 
-def in_process(model: Path) -> dict[str, float]:
-    """Measure packing and grey pictures, on 16 demonstrations of `digit-sum`."""
+def in_process(warm: Path, learned: Path) -> dict[str, Any]:
+    """Measure `digit-sum` demonstrations: packing with the warm model, grey pictures with one that reads."""
     from latepix.config.schema import EnvironmentConfig, ImagesConfig, ModelConfig, TrainerConfig
     from latepix.environments.base import load_environment
     from latepix.inference.render import MessageRenderer
     from latepix.runs import picture_door
     from latepix.sft import demonstration_sample
-    from latepix.trace.training import pack_samples
+    from latepix.trace.training import TrainingSample, pack_samples
     from latepix.trainer.loss import cross_entropy
     from latepix.trainer.step import TrainStep
 
-    config = TrainerConfig(layout="auto")
-    step = TrainStep(ModelConfig(path=model), config, loss=cross_entropy, total_steps=1)
-    door = picture_door(ImagesConfig(), step.info)
-    renderer = MessageRenderer(step.info)
+    def load(model: Path, layout: str) -> TrainStep:
+        config = TrainerConfig.model_validate({"layout": layout})
+        return TrainStep(ModelConfig(path=model), config, loss=cross_entropy, total_steps=1)
 
-    def samples(*, blank: bool) -> list[Any]:
-        environment = load_environment(EnvironmentConfig(type="digit-sum", blank_pictures=blank), door)
-        rng = np.random.default_rng(0)
+    def samples(step: TrainStep, *, blank: bool) -> list[TrainingSample]:
+        config = EnvironmentConfig(type="digit-sum", blank_pictures=blank)
+        environment = load_environment(config, picture_door(ImagesConfig(), step.info))
+        renderer, rng = MessageRenderer(step.info), np.random.default_rng(0)
         return [demonstration_sample(environment, renderer, index, rng) for index in range(16)]
 
-    seeing, blind = samples(blank=False), samples(blank=True)
-    alone = np.concatenate([step.measure(pack_samples([sample])).trainer_logprobs.numpy() for sample in seeing])
-    grey = np.concatenate([step.measure(pack_samples([sample])).trainer_logprobs.numpy() for sample in blind])
+    def one_by_one(step: TrainStep, *, blank: bool) -> np.ndarray:
+        measured = [step.measure(pack_samples([sample])) for sample in samples(step, blank=blank)]
+        return np.concatenate([outputs.trainer_logprobs.numpy() for outputs in measured])
+
     differences = {}
-    for layout in step.adapter.forward_policy.layouts:
-        step.config = config.model_copy(update={"layout": layout})
-        together = step.measure(pack_samples(seeing)).trainer_logprobs.numpy()
-        differences[layout] = float(np.abs(together - alone).max())
-    step.close()
+    first = load(warm, "auto")
+    for layout in first.adapter.forward_policy.layouts:
+        step = load(warm, layout)
+        together = step.measure(pack_samples(samples(step, blank=False))).trainer_logprobs.numpy()
+        differences[layout] = float(np.abs(together - one_by_one(first, blank=False)).max())
+        step.close()
+    reader = load(learned, "auto")
+    seeing, blind = one_by_one(reader, blank=False), one_by_one(reader, blank=True)
+    num_parameters = sum(parameter.numel() for parameter in first.model.parameters())
+    first.close()
+    reader.close()
     return {
-        "num_parameters": sum(parameter.numel() for parameter in step.model.parameters()),
+        "num_parameters": num_parameters,
         "packed_difference": max(differences.values()),
         "layouts": " ".join(differences),
-        "blank_difference": float(np.abs(grey - alone).mean()),
+        "blank_difference": float(np.abs(seeing - blind).mean()),
     }
 
 
@@ -123,7 +131,8 @@ def learn(model: Path, out: Path) -> dict[str, float]:
 def local_row(family: str, folder: Path) -> dict[str, Any]:
     """Measure one family with the local engine."""
     warm = make_warm(family, folder)
-    return parity(warm, folder / "parity") | in_process(warm) | learn(folder / "model", folder)
+    found = parity(warm, folder / "parity") | learn(folder / "model", folder)
+    return found | in_process(warm, folder / "rl" / "model")
 
 
 def vllm_row(family: str, folder: Path, python: Path) -> dict[str, Any]:
@@ -143,8 +152,8 @@ def misses(row: dict[str, Any], engine: str) -> list[str]:
             problems.append(f"only {row['updates']} of {row['steps'] - 1} updates were seen to be served")
         if not row["packed_difference"] < _MAX_PACKED:
             problems.append(f"packed differs by {row['packed_difference']:.2g}, wanted below {_MAX_PACKED:g}")
-        if not row["blank_difference"] > 1e-3:
-            problems.append(f"grey pictures change {row['blank_difference']:.2g}, wanted above 1e-3")
+        if not row["blank_difference"] > 0.05:
+            problems.append(f"grey pictures change {row['blank_difference']:.2g}, wanted above 0.05")
         error = math.hypot(row["reward_first_error"], row["reward_last_error"])
         if not row["reward_last"] - row["reward_first"] > 3 * error:
             problems.append(f"reward {row['reward_first']:.3f} -> {row['reward_last']:.3f}, wanted a rise of 3 errors")
@@ -174,10 +183,10 @@ def vllm_table(rows: dict[str, dict[str, Any]]) -> str:
         "| family | mismatch KL, mean / worst step | entropy, nats | updates shown to be served |",
         "| --- | ---: | ---: | ---: |",
     ]
-    lines += [
-        f"| `{family}` | {row['kl_mean']:.1e} / {row['kl_worst_step']:.1e} | {row['entropy']:.2f} | {row['updates']} of {row['steps'] - 1} |"
-        for family, row in rows.items()
-    ]
+    for family, row in rows.items():
+        kl = f"{row['kl_mean']:.1e} / {row['kl_worst_step']:.1e}"
+        updates = f"{row['updates']} of {row['steps'] - 1}"
+        lines.append(f"| `{family}` | {kl} | {row['entropy']:.2f} | {updates} |")
     return "\n".join(lines)
 
 

@@ -115,7 +115,7 @@ def run_one(args: argparse.Namespace) -> dict[str, Any]:
     adapter.encode_images = timed("vision_forward", adapter.encode_images)
     adapter.forward_hidden = timed("text_forward", adapter.forward_hidden)
     batch = make_batch(step.info, args)
-    seconds, losses = [], []
+    seconds, losses, values = [], [], {}
     for _ in range(args.steps):
         stages.clear()
         started = time.monotonic()

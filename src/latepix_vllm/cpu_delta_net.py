@@ -14,6 +14,7 @@ K and V features of a key and of a value.
 """
 
 # No `from __future__ import annotations`: torch reads the signature of the operator below at run time.
+import itertools
 from collections import defaultdict
 from typing import Any
 
@@ -48,7 +49,7 @@ def install(module: Any) -> None:
             attend(layer, metadata, mixed_qkv, a, b, core_attn_out, conv_is_dim_first=module.is_conv_state_dim_first())
         return None
 
-    cpu_gdn_attention_core._latepix_float32 = True
+    cpu_gdn_attention_core._latepix_float32 = True  # ty: ignore[missing-attribute]
     module.cpu_gdn_attention_core = cpu_gdn_attention_core
 
 
@@ -84,7 +85,7 @@ def attend(
     if metadata.num_prefills:
         is_new[metadata.num_decodes :] = ~metadata.has_initial_state[metadata.num_decodes : num_requests].cpu()
     by_length: dict[int, list[int]] = defaultdict(list)
-    for request, (start, end) in enumerate(zip(starts[:-1], starts[1:], strict=True)):
+    for request, (start, end) in enumerate(itertools.pairwise(starts)):
         by_length[end - start].append(request)
     by_length.pop(0, None)
     for length, requests in by_length.items():

@@ -26,7 +26,7 @@ def repack_updated_experts(method: Any) -> None:
             self.moe_kernel.fused_experts.process_weights_after_loading(layer)
         return result
 
-    setup_and_repack._latepix_repacks = True  # ty: ignore[unresolved-attribute]
+    setup_and_repack._latepix_repacks = True  # ty: ignore[missing-attribute]
     method._setup_kernel = setup_and_repack
 
 
@@ -41,5 +41,5 @@ def rotate_slices_natively(rotary: Any) -> None:
         is_packed = all(x is None or (x.dim() == 2 and x.is_contiguous()) for x in (query, key))
         return (kernel if is_packed else type(self).forward_native)(self, positions, query, key)
 
-    forward_cpu._latepix_checks = True  # ty: ignore[unresolved-attribute]
+    forward_cpu._latepix_checks = True  # ty: ignore[missing-attribute]
     rotary.forward_cpu = forward_cpu

@@ -66,7 +66,7 @@ def checkpoint_activations(model: PreTrainedModel) -> None:
     Hugging Face does so in training mode, which would switch dropout on too: only the layers' own flag is set, not
     their children's.
     """
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
     for module in model.modules():
         if isinstance(module, GradientCheckpointingLayer):
             module.training = True
