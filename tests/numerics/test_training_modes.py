@@ -45,7 +45,7 @@ def test_checkpointed_layers_give_the_same_gradients(family: str, sharp_family: 
         forwards += 1
 
     layers: list[Any] = [module for module in policy.model.modules() if type(module).__name__.endswith("DecoderLayer")]
-    layers[0].mlp.register_forward_hook(count)
+    layers[0].mlp.register_forward_pre_hook(count)
     found = gradients(policy, score(policy, samples_of(policy)).trainer_logprobs.sum())
     assert forwards == 2, "the layer was not computed again"
     assert not any(module.training for module in policy.model.modules() if isinstance(module, torch.nn.Dropout))
