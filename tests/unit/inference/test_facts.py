@@ -220,6 +220,14 @@ def test_a_pixel_setting_that_one_side_lacks_is_fatal() -> None:
     )
 
 
+def test_a_processor_of_another_class_need_not_have_a_setting_for_what_it_always_does() -> None:
+    found = compared(make_facts(processor={"class": "KimiK25VisionProcessor"}, without=("do_convert_rgb",)))
+    assert {one.setting: one.is_fatal for one in found} == {
+        "image processor: do_convert_rgb": False,
+        "image processor: class": False,
+    }
+
+
 @pytest.mark.parametrize(("name", "value"), [("resample", 2), ("do_resize", False)])
 @pytest.mark.parametrize("is_fitted", [True, False])
 def test_how_pictures_are_resized_matters_only_if_they_are(name: str, value: Any, is_fitted: bool) -> None:
