@@ -23,7 +23,11 @@ def register() -> None:
     if compat.is_cpu() and multiprocessing.parent_process() is not None:
         # Models run in child processes; the server's own need not load what they need.
         cpu_seeds.install(compat.cpu_model_runner())
-        if (delta_net := compat.cpu_delta_net()) is not None:
-            cpu_delta_net.install(delta_net)
-        cpu_families.repack_updated_experts(compat.fused_moe_method())
-        cpu_families.rotate_slices_natively(compat.rotary_embedding())
+        for mend, place in (
+            (cpu_delta_net.install, compat.cpu_delta_net()),
+            (cpu_families.repack_updated_experts, compat.fused_moe_method()),
+            (cpu_families.rotate_slices_natively, compat.rotary_embedding()),
+        ):
+            # Another version may not have what is mended; then the canary of every publish says whether it is needed.
+            if place is not None:
+                mend(place)

@@ -29,25 +29,21 @@ def cpu_model_runner() -> Any:
     return _first("vllm.v1.worker.cpu_model_runner:CPUModelRunner")
 
 
-def cpu_delta_net() -> Any:
+def cpu_delta_net() -> Any | None:
     """Return the module of the gated delta net's CPU operator; None in a vLLM that does not have it."""
-    try:
-        return importlib.import_module("vllm.model_executor.layers.mamba.ops.cpu.gdn_attention")
-    except ModuleNotFoundError:
-        return None
+    return _owner_of("vllm.model_executor.layers.mamba.ops.cpu.gdn_attention:cpu_gdn_attention_core")
 
 
-def fused_moe_method() -> Any:
-    """Return `UnquantizedFusedMoEMethod`, which prepares the experts' weights."""
-    return _first(
-        "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method:UnquantizedFusedMoEMethod",
-        "vllm.model_executor.layers.fused_moe.layer:UnquantizedFusedMoEMethod",
+def fused_moe_method() -> Any | None:
+    """Return `UnquantizedFusedMoEMethod`, which prepares experts; None where it does so in another way."""
+    return _owner_of(
+        "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method:UnquantizedFusedMoEMethod._setup_kernel"
     )
 
 
-def rotary_embedding() -> Any:
-    """Return `RotaryEmbedding`, the base of all rotary embeddings."""
-    return _first("vllm.model_executor.layers.rotary_embedding.base:RotaryEmbedding")
+def rotary_embedding() -> Any | None:
+    """Return `RotaryEmbedding`, the base of all rotary embeddings; None where it has no code of its own for a CPU."""
+    return _owner_of("vllm.model_executor.layers.rotary_embedding.base:RotaryEmbedding.forward_cpu")
 
 
 def image_tracker() -> Any:
@@ -95,6 +91,18 @@ def token_response() -> Any:
         "vllm.entrypoints.scale_out.token_in_token_out.protocol:GenerateTokensResponse",  # 0.32
         "vllm.entrypoints.scale_out.token_in_token_out.protocol:GenerateResponse",  # 0.28 to 0.30
     )
+
+
+def _owner_of(place: str) -> Any | None:
+    """Return what `module:[class.]name` is an attribute of, if all of it exists."""
+    path, _, attributes = place.partition(":")
+    try:
+        owner = found = importlib.import_module(path)
+        for attribute in attributes.split("."):
+            owner, found = found, getattr(found, attribute)
+    except (ModuleNotFoundError, AttributeError):
+        return None
+    return owner
 
 
 def _first(*places: str) -> Any:

@@ -113,6 +113,26 @@ def test_only_processes_that_run_a_model_on_a_cpu_are_mended(
     assert (runner_class._sample is not sample) is is_child
 
 
+def test_only_what_is_there_is_mended(monkeypatch: pytest.MonkeyPatch) -> None:
+    module: Any = type(sys)("vllm.model_executor.layers.rotary_embedding.base")
+    module.RotaryEmbedding = type("RotaryEmbedding", (), {"forward_cpu": lambda self: None})
+    monkeypatch.setitem(sys.modules, "vllm.model_executor.layers.rotary_embedding.base", module)
+    for parent in (
+        "vllm",
+        "vllm.model_executor",
+        "vllm.model_executor.layers",
+        "vllm.model_executor.layers.rotary_embedding",
+    ):
+        package: Any = type(sys)(parent)
+        package.__path__ = []
+        monkeypatch.setitem(sys.modules, parent, package)
+    assert compat.rotary_embedding() is module.RotaryEmbedding
+    assert compat.fused_moe_method() is None
+    assert compat.cpu_delta_net() is None
+    del module.RotaryEmbedding.forward_cpu
+    assert compat.rotary_embedding() is None
+
+
 def test_an_unknown_vllm_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     vllm: Any = type(sys)("vllm")
     vllm.__version__ = "0.99.0"
