@@ -33,6 +33,24 @@ def _dataset(num_rows: int, picture_px: int) -> Any:
     return Dataset.from_list(rows)
 
 
+def _make_torchvision_importable() -> Any:
+    """Declare the operators that torchvision lacks beside a CPU build of torch; returns what keeps them alive."""
+    import torch
+
+    try:
+        import torchvision  # noqa: F401
+    except RuntimeError:
+        import sys
+
+        for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
+            del sys.modules[name]
+        library = torch.library.Library("torchvision", "DEF")
+        library.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        library.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        return library
+    return None
+
+
 def _reward(completions: list[Any], answer: list[str], **unused: Any) -> list[float]:
     return [
         float(completion[0]["content"].strip() == expected)
@@ -54,6 +72,8 @@ def main() -> None:
     args = parser.parse_args()
 
     import torch
+
+    declared = _make_torchvision_importable()
     import trl  # ty: ignore[import-not-found]  an environment of its own has it
     from transformers import TrainerCallback
 
@@ -95,6 +115,7 @@ def main() -> None:
             callbacks=[times],
         )
         trainer.train()
+        del declared
     warm = times.ends[args.warmup - 1 :]
     step_s = (warm[-1] - warm[0]) / (len(warm) - 1)
     result = {
