@@ -30,6 +30,7 @@ class Case(msgspec.Struct, frozen=True):
         about: what is special about it.
         build: makes its messages; raises what the door raises.
         refusal: reason code under which the door or the renderer must refuse it; None if it must pass.
+        may_pass: it may also pass, if both sides then see the same: families differ in it.
     """
 
     name: str
@@ -37,6 +38,7 @@ class Case(msgspec.Struct, frozen=True):
     about: str
     build: Callable[[Door], Sequence[Message]]
     refusal: str | None = None
+    may_pass: bool = False
 
 
 def picture_cases(pack: Sequence[PictureCase]) -> list[Case]:
@@ -56,8 +58,8 @@ def conversation_cases(grid: GridFit) -> list[Case]:
     first = encode(scene(*grid.size(3 * grid.factor, 2 * grid.factor)))
     second = encode(scene(*grid.size(2 * grid.factor, 5 * grid.factor)), "JPEG")
 
-    def case(name: str, about: str, build: Callable[[Door], Sequence[Message]], refusal: str | None = None) -> Case:
-        return Case(name=name, kind="conversation", about=about, build=build, refusal=refusal)
+    def case(name: str, about: str, build: Callable[[Door], Sequence[Message]], **outcome: Any) -> Case:
+        return Case(name=name, kind="conversation", about=about, build=build, **outcome)
 
     def two(door: Door) -> tuple[InlineImage, InlineImage]:
         return door(first), door(second)
@@ -90,9 +92,10 @@ def conversation_cases(grid: GridFit) -> list[Case]:
         case("literal_only", "the same without a picture", lambda door: [user_message(LITERALS)]),
         case(
             "system_picture",
-            "in a system message, where templates leave pictures out",
+            "in a system message, where Qwen's templates leave pictures out",
             lambda door: [system_message("Look:", door(first)), user_message("Well?")],
             refusal="placeholder_mismatch",
+            may_pass=True,
         ),
     ]
 

@@ -150,7 +150,7 @@ class Examiner:
             sizes=[(image.width, image.height) for image in prompt.images],
             num_tokens=[placed.length for placed in expected.ranges],
         )
-        if case.refusal is not None:
+        if case.refusal is not None and not case.may_pass:
             return row.ends("failed", f"it must be refused ({case.refusal}), and it was let through")
         if len(expected.token_ids) >= self._trainer.max_tokens:
             note = f"{len(expected.token_ids)} tokens; there is room for {self._trainer.max_tokens - 1} and an answer"
