@@ -147,9 +147,9 @@ def misses(row: dict[str, Any], engine: str) -> list[str]:
     problems = []
     if not row["kl_worst_step"] < _MAX_KL[engine]:
         problems.append(f"KL {row['kl_worst_step']:.2g}, wanted below {_MAX_KL[engine]:g}")
+    if row["updates"] < row["steps"] - 1:
+        problems.append(f"only {row['updates']} of {row['steps'] - 1} updates were seen to be served")
     if engine == "local":
-        if row["updates"] < row["steps"] - 1:
-            problems.append(f"only {row['updates']} of {row['steps'] - 1} updates were seen to be served")
         if not row["packed_difference"] < _MAX_PACKED:
             problems.append(f"packed differs by {row['packed_difference']:.2g}, wanted below {_MAX_PACKED:g}")
         if not row["blank_difference"] > 0.05:

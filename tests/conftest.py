@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -56,3 +57,23 @@ def vllm_server(sharp_model: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     """Return a running vLLM with the sharpened model: one for the whole test run, since it takes a minute to start."""
     with run_server("vllm", sharp_model, tmp_path_factory.mktemp("vllm-server")) as running:
         yield running
+
+
+@pytest.fixture(scope="session")
+def sharp_family(sharp_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Return a function of the family that returns its sharpened folder; nobody writes to it."""
+
+    @cache
+    def make(family: str) -> Path:
+        if family == "qwen3_vl":
+            return sharp_model
+        folder = tmp_path_factory.mktemp(family)
+        return sharpen(make_tiny(family, folder / "tiny"), folder / "sharp")
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def family_policy(sharp_family: Callable[[str], Path]) -> Callable[[str], Policy]:
+    """Return a function of the family that returns its sharpened model as the trainer holds it."""
+    return cache(lambda family: load_policy(sharp_family(family)))

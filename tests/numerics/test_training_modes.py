@@ -15,7 +15,7 @@ from latepix.config.schema import ModelConfig, OptimConfig, TrainerConfig
 from latepix.errors import ConfigError, TrainerError
 from latepix.families.tiny import TINY_FAMILIES
 from latepix.orchestrator.batch import prepare_batch
-from latepix.trace.training import TrainingSample
+from latepix.trace.training import TrainingSample, pack_samples
 from latepix.trainer.loading import check_attention, checkpoint_activations
 from latepix.trainer.loss_choice import loss_of
 from latepix.trainer.step import TrainStep
@@ -155,8 +155,6 @@ def test_every_loss_takes_steps_and_the_reference_stays(
 
 
 def step_logprobs(step: TrainStep, sample: TrainingSample) -> object:
-    from latepix.trace.training import pack_samples
-
     logprobs = sample.inference_logprobs.copy()
     logprobs[sample.loss_mask] = step.measure(pack_samples([sample])).trainer_logprobs.numpy()
     return logprobs

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,6 @@ import pytest
 from latepix.families.tiny import TINY_FAMILIES
 from latepix.parity.kl import run_parity
 from tests.integration.test_parity import config_of, means_of
-from tests.numerics.conftest import sharp_family  # noqa: F401  a fixture
 from tests.tiny.running import VLLM_PYTHON
 
 pytestmark = [pytest.mark.slow, pytest.mark.vllm]
@@ -18,7 +18,7 @@ STEPS, BATCH = 2, 16
 
 
 @pytest.mark.parametrize("family", [family for family in TINY_FAMILIES if family != "qwen3_vl"])
-def test_vllm_and_trainer_agree(family: str, sharp_family, tmp_path: Path) -> None:  # noqa: F811
+def test_vllm_and_trainer_agree(family: str, sharp_family: Callable[[str], Path], tmp_path: Path) -> None:
     config = config_of(
         sharp_family(family),
         tmp_path / "run",

@@ -52,6 +52,19 @@ class Rows(msgspec.Struct, frozen=True):
     columns: np.ndarray
 
 
+def check_layout(wanted: str, policy: ForwardPolicy, *, family: str = "this family") -> None:
+    """Refuse a layout in which samples of the family would see each other.
+
+    Raises:
+        ConfigError: names the family and what it allows.
+    """
+    if wanted != "auto" and wanted not in policy.layouts:
+        raise ConfigError(
+            f"trainer.layout: {wanted!r} is not safe for {family} (it allows {', '.join(policy.layouts)}): samples "
+            "would see each other. Use 'auto'."
+        )
+
+
 def choose_layout(
     lengths: Sequence[int], policy: ForwardPolicy, *, hidden_size: int, wanted: Literal["auto", "packed", "padded"]
 ) -> Literal["packed", "padded"]:
@@ -62,12 +75,8 @@ def choose_layout(
     Raises:
         ConfigError: the wanted layout would leak between samples in this family.
     """
+    check_layout(wanted, policy)
     if wanted != "auto":
-        if wanted not in policy.layouts:
-            raise ConfigError(
-                f"trainer.layout: {wanted!r} is not safe for this family (it allows "
-                f"{', '.join(policy.layouts)}): samples would see each other."
-            )
         return wanted
     if "packed" not in policy.layouts:
         return "padded"

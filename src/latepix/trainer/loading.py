@@ -10,6 +10,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from latepix.config.schema import ModelConfig, TrainStepConfig
 from latepix.errors import ConfigError
 from latepix.families.base import Adapter, torch_dtype
+from latepix.trainer.forward import check_layout
 
 #: The package a kernel comes in.
 _PACKAGES = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
@@ -23,23 +24,9 @@ def load_for_training(
     Raises:
         ConfigError: the model cannot be loaded, or a kernel or layout is not to be had.
     """
-    check_layout(adapter, trainer.layout, model)
+    check_layout(trainer.layout, adapter.forward_policy, family=f"the family of {model.path}")
     check_attention(trainer.attention, device)
     return adapter.load_model(model.path, dtype=torch_dtype(model.dtype), device=device, attention=trainer.attention)
-
-
-def check_layout(adapter: Adapter, layout: str, model: ModelConfig) -> None:
-    """Refuse a layout in which samples of this family would see each other.
-
-    Raises:
-        ConfigError: names the family and what it allows.
-    """
-    allowed = adapter.forward_policy.layouts
-    if layout != "auto" and layout not in allowed:
-        raise ConfigError(
-            f"trainer.layout: {layout!r} is not safe for the family of {model.path} (it allows {', '.join(allowed)}): "
-            "samples of one row would see each other through its recurrent layers. Use 'auto'."
-        )
 
 
 def check_attention(attention: str, device: str) -> None:
